@@ -1,0 +1,41 @@
+# make test and make train work on a bare machine with Python 3.10+, make and git: set-up happens once, into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup test test-all check format train bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/ready  ## the tools and the package, into .venv
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+test: .venv/ready  ## the laws, on threads and on a few real processes: under six minutes on two cores
+	$(BIN)/pytest -m "not slow"
+
+test-all: test  ## the long tests as well
+	$(BIN)/pytest -m slow
+
+check: .venv/ready  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/ready  ## make the format what check wants
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+train: .venv/ready  ## half a minute: a small net on 4 workers with Ok-Topk, and what it sent
+	$(BIN)/python examples/demo.py
+
+bench: .venv/ready  ## how long one all_reduce takes and how much it sends
+	$(BIN)/python -m bench.reduce
+	$(BIN)/python -m bench.volume
+
+clean:  ## forget the set-up
+	rm -rf .venv

@@ -1,0 +1,53 @@
+"""The algorithms, one file each, and their names."""
+
+from typing import Any
+
+from oktopk.algorithms.base import Algorithm, Reduced
+from oktopk.algorithms.dense import Dense
+from oktopk.algorithms.gaussiank import GaussianK
+from oktopk.algorithms.gtopk import GTopk
+from oktopk.algorithms.oktopk import OkTopk
+from oktopk.algorithms.topka import TopkA
+from oktopk.algorithms.topkdsa import TopkDSA
+from oktopk.errors import SettingError, one_of
+
+ALGORITHMS = {cls.__name__.lower(): cls for cls in (Dense, TopkA, TopkDSA, GTopk, GaussianK, OkTopk)}
+"""Names on a command line: the lower-case forms of the classes."""
+
+
+def make_algorithm(name: str, **settings: Any) -> Algorithm:
+    """Return the algorithm of that name.
+
+    >>> make_algorithm("topka", density=0.02)
+    TopkA(density=0.02, wire='fp32')
+    """
+    cls = ALGORITHMS[one_of("algorithm", name, ALGORITHMS)]
+    known = cls.__dataclass_fields__
+    for setting in settings:
+        if setting not in known:
+            raise SettingError(_no_such_setting(name, setting, list(known)))
+    return cls(**settings)
+
+
+def _no_such_setting(name: str, setting: str, known: list[str]) -> str:
+    if not known:
+        return f"{name} has no settings, so none called {setting!r}"
+    try:
+        one_of(f"setting of {name}", setting, known)
+    except SettingError as error:
+        return str(error)
+    raise AssertionError(f"{setting} is known")
+
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Dense",
+    "GTopk",
+    "GaussianK",
+    "OkTopk",
+    "Reduced",
+    "TopkA",
+    "TopkDSA",
+    "make_algorithm",
+]

@@ -1,0 +1,129 @@
+"""What an algorithm is, and what all of them share.
+
+    init(numel, comm)         -> state      once for each vector length; plain data, saved in checkpoints
+    reduce(acc, state, comm)  -> Reduced    once a step, on all ranks
+
+Error feedback is one rule for all: residual = acc with `taken` zeroed, plus what was `returned`. Then, element by
+element,
+
+    sum over ranks of acc  =  sum  +  sum over ranks of residual
+
+which is the law that every algorithm is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.errors import InputError, MismatchError, NonFiniteError
+from oktopk.select import Ranking, num_selected
+from oktopk.sparse import Sparse
+from oktopk.wire import Codec
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+EVERYTHING = slice(None)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a step delivered, and what of it was this rank's.
+
+    `sum` has the same bits on every rank. `taken` says where this rank's acc is inside it: indices, a mask, or a slice.
+    `returned` goes back into this rank's residual: what rounding or a merge kept out of the sum. The rest is for the
+    record.
+    """
+
+    sum: Sparse | Tensor
+    taken: Tensor | slice
+    returned: tuple[Sparse, ...] = ()
+    selected: int | None = None
+    threshold: float | None = None
+    global_threshold: float | None = None
+
+
+class Algorithm(Protocol):
+    """Anything with these two methods is an algorithm."""
+
+    def init(self, numel: int, comm: Comm) -> Any:
+        """Return the state for vectors of `numel` elements."""
+
+    def reduce(self, acc: Tensor, state: Any, comm: Comm) -> Reduced:
+        """Return what this step delivers of `acc`, which it may overwrite only where all of it is taken."""
+
+
+@dataclass
+class State:
+    """What the built-in algorithms keep between steps; `verdict` is this rank's word on its own input."""
+
+    numel: int
+    step: int = 0
+    verdict: int = 0
+
+
+@dataclass
+class OkTopkState(State):
+    """What Ok-Topk keeps: where the regions are cut, what "large" means, and (paper) the thresholds in use."""
+
+    cuts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    ranking: Ranking = field(default_factory=lambda: Ranking.by_magnitude(0))
+    threshold: float = 0.0
+    global_threshold: float = 0.0
+
+
+class Verdict:
+    """One number that says whether a rank's input can be reduced, and if not, why: reason + 4 * detail."""
+
+    FINE = 0
+    NON_FINITE = 1  # detail: index
+    WRONG_NUMEL = 2  # detail: numel
+    WRONG_DTYPE = 3
+
+    @staticmethod
+    def of(reason: int, detail: int = 0) -> int:
+        """Return the verdict as a number."""
+        return reason + 4 * detail
+
+    @staticmethod
+    def detail(verdict: int) -> int:
+        """Return what a verdict says beside its reason."""
+        return verdict // 4
+
+    @staticmethod
+    def raise_if_any(verdicts: Sequence[int], numel: int) -> None:
+        """Raise, on every rank alike, the error of the first rank that refuses its input."""
+        for rank, verdict in enumerate(verdicts):
+            reason, detail = verdict % 4, Verdict.detail(verdict)
+            if reason == Verdict.NON_FINITE:
+                raise NonFiniteError(
+                    f"rank {rank}: the gradient plus its residual is not finite at index {detail} of {numel}; "
+                    f"nothing was sent, and the residual is as it was before this step"
+                )
+            if reason == Verdict.WRONG_NUMEL:
+                raise MismatchError(
+                    f"rank {rank} came with {detail} elements, the state of this reducer is for {numel}"
+                )
+            if reason == Verdict.WRONG_DTYPE:
+                raise InputError(f"rank {rank} came with another dtype or device than at its first step")
+
+
+def num_wanted(state: State, density: float) -> int:
+    """Return k for this state's vector."""
+    return num_selected(state.numel, density)
+
+
+def taken_of(sent: Tensor, delivered: Sparse) -> Tensor:
+    """Return what of the `sent` indices was delivered: locally selected and globally selected."""
+    return sent[delivered.holds(sent)]
+
+
+def rounding_of(acc: Tensor, taken: Tensor, codec: Codec) -> tuple[Sparse, ...]:
+    """Return what rounding kept out of the sum, where this rank's acc was taken."""
+    lost = codec.rounding(Sparse.pick(acc, taken))
+    return () if lost is None else (lost,)

@@ -1,0 +1,118 @@
+"""One step of Ok-Topk with messages of fixed capacity: two collectives of known size, whatever the gradient does.
+
+Error feedback means that what is not sent now is sent later; so a message may have a capacity, and what does not fit
+waits.
+
+    1  select     threshold from a sample of acc; what reaches it, at most slack k pairs
+    2  exchange   all_to_all: at most c = ceil(slack k/P) pairs to each owner
+    3  reduce     the owner sums in rank order and keeps its q = ceil(k/P) largest
+    4  gather     all_gather: q pairs from each owner
+
+No sizes are exchanged and no block is moved to balance others. What every rank must know rides in the headers: whether
+a rank refuses its input, and how much each region was asked to carry, from which all cut the next, fairer regions.
+Each rank sends 2 c (P-1) + 2 q (P-1) words and its headers; with c >= q that is within 4 c (P-1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, rounding_of, taken_of
+from oktopk.partition import rebalanced_cuts
+from oktopk.reduce import merge
+from oktopk.select import at_least, at_most, sampled_threshold, top_k
+from oktopk.sparse import Sparse
+from oktopk.wire import Codec
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+
+def reduce(
+    acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float, repartition: bool
+) -> Reduced:
+    """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected."""
+    capacity, quota = room(k, slack, comm.size)
+    with comm.phase("select"):
+        wanted, threshold = _select_locally(acc, state, k, int(slack * k), repartition)
+    with comm.phase("pack"):
+        blocks, sent = _pack(acc, wanted, capacity, state, codec)
+    with comm.phase("exchange"):
+        arrived = _all_to_all(blocks, comm)
+    with comm.phase("reduce"):
+        region, demand = _sum(arrived, capacity, state, codec, acc.dtype)
+        kept = _largest(region, quota, state)
+        block = codec.encode(kept, quota, note=demand)
+    with comm.phase("gather"):
+        gathered = comm.all_gather(block)
+    with comm.phase("apply"):
+        total, demands = _unpack(gathered, quota, codec, acc.dtype)
+        taken = taken_of(sent, total)
+        if repartition and k < state.numel:  # at density 1 even regions are the only ones in which all fits
+            state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
+        lost = codec.rounding(kept)
+        returned = rounding_of(acc, taken, codec) + (() if lost is None else (lost,))
+    return Reduced(total, taken, returned, len(sent), threshold, _smallest(total, state))
+
+
+def room(k: int, slack: float, size: int) -> tuple[int, int]:
+    """Return how many pairs fit into a block of the exchange, and into one of the gather."""
+    return math.ceil(slack * k / size), math.ceil(k / size)
+
+
+def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale: bool) -> tuple[Tensor, float | None]:
+    """Return the indices that reach this step's threshold, and the threshold; none of a refused input."""
+    if state.verdict != Verdict.FINE:
+        return torch.empty(0, dtype=torch.int64, device=acc.device), None
+    if rescale and len(state.ranking.scale) > 1:
+        # Each rank's own scales: an owner alone decides what it keeps, so nothing has to be agreed upon.
+        state.ranking.rescale_(state.ranking.mean_squares(acc))
+    threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
+    return at_most(at_least(acc, threshold, state.ranking), limit, state.step), threshold
+
+
+def _pack(acc: Tensor, wanted: Tensor, capacity: int, state: OkTopkState, codec: Codec) -> tuple[Tensor, Tensor]:
+    """Return a block for each owner, and the indices that are in them."""
+    parts = Sparse.pick(acc, wanted).between(state.cuts)
+    blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=acc.device)
+    sent = []
+    for block, part in zip(blocks, parts, strict=True):
+        places = at_most(torch.arange(part.nnz, device=acc.device), capacity, state.step)
+        codec.encode_into_(block, part[places], capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
+        sent.append(part.index[places])
+    return blocks, torch.cat(sent)
+
+
+def _all_to_all(blocks: Tensor, comm: Comm) -> Tensor:
+    words = [blocks.shape[1]] * comm.size
+    return comm.all_to_all(blocks.view(-1), words, words).view_as(blocks)
+
+
+def _sum(arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, int]:
+    """Return the sum of this rank's region, in rank order, and how many pairs the ranks wanted to send to it."""
+    decoded = [codec.decode(block, dtype, capacity) for block in arrived]
+    notes = [note for _, note in decoded]
+    Verdict.raise_if_any(notes, state.numel)
+    return merge([part for part, _ in decoded]), sum(map(Verdict.detail, notes))
+
+
+def _largest(region: Sparse, quota: int, state: OkTopkState) -> Sparse:
+    """Return the `quota` largest of the region, ties by index."""
+    if region.nnz <= quota:
+        return region
+    return region[top_k(state.ranking.score(region.value, region.index), quota)]
+
+
+def _unpack(gathered: Tensor, quota: int, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, list[int]]:
+    """Return what all owners kept, and what was wanted of each."""
+    decoded = [codec.decode(block, dtype, quota) for block in gathered]
+    return Sparse.join([part for part, _ in decoded]), [demand for _, demand in decoded]
+
+
+def _smallest(total: Sparse, state: OkTopkState) -> float | None:
+    """Return the score of the least that was delivered: the global threshold that this step amounts to."""
+    return float(state.ranking.score(total.value, total.index).min()) if total.nnz else None

@@ -1,0 +1,72 @@
+"""GaussianK: a threshold from a fitted normal distribution in place of an exact top-k.
+
+th = |mean| + ppf(1 - density/2) * std; gradients have heavier tails than a normal, so the threshold is then
+corrected until the count is in a band around k. 2k(P-1) words a rank, times 0.8 to 1.25.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from oktopk.algorithms.base import Reduced, State, num_wanted, rounding_of
+from oktopk.errors import within
+from oktopk.reduce import merge
+from oktopk.select import BAND, Ranking, at_least, at_most, gaussian_threshold, in_band, sampled_threshold
+from oktopk.sparse import Sparse
+from oktopk.wire import Codec, value_dtype
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+CORRECTIONS = 3
+"""Corrections by the count just seen, before the threshold is measured instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianK:
+    """Gaussian threshold, all_gather of pairs, sum of the lists."""
+
+    density: float = 0.01
+    wire: str = "fp32"
+
+    def __post_init__(self) -> None:
+        within("density", self.density, 0, 1, open_low=True)
+        value_dtype(self.wire)
+
+    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
+        """Return an empty state."""
+        return State(numel)
+
+    def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
+        """Return the sum of what passed each rank's threshold."""
+        k, codec = num_wanted(state, self.density), Codec(state.numel, self.wire)
+        with comm.phase("select"):
+            taken, threshold = _select(acc, k, self.density, state.step)
+        with comm.phase("pack"):
+            block = codec.encode(Sparse.pick(acc, taken))
+        with comm.phase("gather"):
+            blocks = comm.exchange([block] * comm.size)
+        with comm.phase("reduce"):
+            total = merge([codec.decode(row, acc.dtype)[0] for row in blocks])
+        state.step += 1
+        lost = rounding_of(acc, taken, codec)
+        return Reduced(total, taken, lost, selected=len(taken), threshold=threshold)
+
+
+def _select(acc: Tensor, k: int, density: float, step: int) -> tuple[Tensor, float]:
+    ranking = Ranking.by_magnitude(len(acc))
+    threshold = gaussian_threshold(acc, density)
+    index = at_least(acc, threshold, ranking)
+    for _ in range(CORRECTIONS):
+        if in_band(len(index), k) or k == len(acc):
+            break
+        threshold *= min(max(len(index) / max(k, 1), 0.25), 4.0) ** 0.5
+        index = at_least(acc, threshold, ranking)
+    else:
+        if not in_band(len(index), k):
+            threshold = sampled_threshold(acc, k, ranking, seed=step)
+            index = at_least(acc, threshold, ranking)
+    return at_most(index, max(int(BAND[1] * k), 1), step), threshold

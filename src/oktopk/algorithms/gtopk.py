@@ -1,0 +1,108 @@
+"""GTopk: a binary tree of pairwise merges, each cut back to k, then a broadcast.
+
+k pairs in each of 2 ceil(log2 P) rounds on the busiest path, for any P. As published, a value that is cut in an early
+merge is lost although its index may survive through another rank. Here it stays with the rank that cut it, in that
+rank's residual, so that gTop-k conserves like the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from oktopk.algorithms.base import Reduced, State, num_wanted
+from oktopk.errors import within
+from oktopk.reduce import merge
+from oktopk.select import top_k
+from oktopk.sparse import Sparse
+from oktopk.wire import Codec, value_dtype
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+
+@dataclass(frozen=True, kw_only=True)
+class GTopk:
+    """Exact local top-k, tree of merge + top-k, broadcast of k pairs."""
+
+    density: float = 0.01
+    wire: str = "fp32"
+
+    def __post_init__(self) -> None:
+        within("density", self.density, 0, 1, open_low=True)
+        value_dtype(self.wire)
+
+    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
+        """Return an empty state."""
+        return State(numel)
+
+    def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
+        """Return k pairs that survived every merge; all that this rank selected is taken, what it cut is returned."""
+        tree = _Tree(Codec(state.numel, self.wire), num_wanted(state, self.density), comm)
+        with comm.phase("select"):
+            taken = top_k(acc.abs(), tree.k)
+        mine, returned = tree.reduce_to_root(Sparse.pick(acc, taken))
+        total = tree.broadcast(mine)
+        state.step += 1
+        return Reduced(total, taken, tuple(returned), selected=len(taken))
+
+
+@dataclass(frozen=True)
+class _Tree:
+    codec: Codec
+    k: int
+    comm: Comm
+
+    def reduce_to_root(self, mine: Sparse) -> tuple[Sparse, list[Sparse]]:
+        """Return what this rank holds at the end (rank 0: the result), and what it cut or rounded away."""
+        rank, returned = self.comm.rank, list[Sparse]()
+        for distance in self._distances():
+            if rank % (2 * distance) == distance:
+                mine = self._round(mine, returned)
+                self._send(mine, rank - distance)
+                break
+            if rank + distance < self.comm.size:
+                theirs = self._receive(rank + distance, mine.value)
+                with self.comm.phase("reduce"):
+                    mine = self._cut(merge([mine, theirs]), returned)
+        return (self._round(mine, returned) if rank == 0 else mine), returned
+
+    def broadcast(self, mine: Sparse) -> Sparse:
+        """Return rank 0's pairs, passed down the tree by which they came."""
+        rank = self.comm.rank
+        for distance in reversed(self._distances()):
+            if rank % (2 * distance) == distance:
+                mine = self._receive(rank - distance, mine.value)
+            elif rank % (2 * distance) == 0 and rank + distance < self.comm.size:
+                self._send(mine, rank + distance)
+        return mine
+
+    def _distances(self) -> list[int]:
+        return [1 << i for i in range((self.comm.size - 1).bit_length())]
+
+    def _cut(self, part: Sparse, returned: list[Sparse]) -> Sparse:
+        """Return the k largest; the rest stays here."""
+        if part.nnz <= self.k:
+            return part
+        kept = part.index.new_zeros(part.nnz).bool()
+        kept[top_k(part.value.abs(), self.k)] = True
+        returned.append(part[~kept])
+        return part[kept]
+
+    def _round(self, part: Sparse, returned: list[Sparse]) -> Sparse:
+        lost = self.codec.rounding(part)
+        if lost is None:
+            return part
+        returned.append(lost)
+        return self.codec.rounded(part)
+
+    def _send(self, part: Sparse, to: int) -> None:
+        with self.comm.phase("exchange"):
+            self.comm.swap(self.codec.encode(part, capacity=self.k), to, to, 0).wait()
+
+    def _receive(self, source: int, like: Tensor) -> Sparse:
+        with self.comm.phase("exchange"):
+            block = self.comm.swap(None, source, source, self.codec.words(self.k)).wait()
+        return self.codec.decode(block, like.dtype, capacity=self.k)[0]

@@ -1,0 +1,82 @@
+"""Ok-Topk (Li & Hoefler, PPoPP 2022): sparse allreduce whose volume does not grow with P.
+
+`mode="bounded"` (the default) sends messages of fixed capacity: at most 4c(P-1) words a rank on any step of any
+input, with c = ceil(slack k/P); its step is in `bounded.py`. `mode="paper"` is the paper's six steps, in `paper.py`: at
+most 6k(P-1)/P words in the median of a stationary run, and never more than `cap` * k pairs selected, here or among the
+owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from oktopk.algorithms import bounded, paper
+from oktopk.algorithms.base import OkTopkState, Reduced, num_wanted
+from oktopk.errors import one_of, within
+from oktopk.partition import even_cuts
+from oktopk.select import Ranking
+from oktopk.wire import Codec, value_dtype
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+
+@dataclass(frozen=True, kw_only=True)
+class OkTopk:
+    """Ok-Topk.
+
+    density             the part of the elements that a step delivers, in (0, 1]
+    mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
+    ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (parameter tensor)
+    wire                "fp32" or "bf16" values
+    slack               bounded: room in a message for one destination, over the k / P it needs on average
+    rethreshold_every   paper: steps between exact thresholds (tau')
+    repartition_every   steps between partitions of the index space, and between updates of the scales (tau)
+    cap                 paper: no step selects more than cap * k pairs; the rest waits in the residual
+    """
+
+    density: float = 0.01
+    mode: str = "bounded"
+    ranking: str = "magnitude"
+    wire: str = "fp32"
+    slack: float = 1.25
+    rethreshold_every: int = 32
+    repartition_every: int = 64
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        within("density", self.density, 0, 1, open_low=True)
+        one_of("mode", self.mode, ("bounded", "paper"))
+        one_of("ranking", self.ranking, ("magnitude", "scaled"))
+        value_dtype(self.wire)
+        within("slack", self.slack, 1)
+        within("rethreshold_every", self.rethreshold_every, 1)
+        within("repartition_every", self.repartition_every, 1)
+        within("cap", self.cap, 1)
+
+    @property
+    def carries_verdict(self) -> bool:
+        """Whether the algorithm's own messages tell the ranks that one of them refuses its input."""
+        return self.mode == "bounded"
+
+    def init(self, numel: int, comm: Comm, segments: Sequence[int] = ()) -> OkTopkState:
+        """Return the state before the first sparse step: even regions, no thresholds, all scales 1."""
+        scaled = self.ranking == "scaled" and len(segments)
+        ranking = Ranking.by_segment(numel, segments) if scaled else Ranking.by_magnitude(numel)
+        return OkTopkState(numel, cuts=even_cuts(numel, comm.size), ranking=ranking)
+
+    def reduce(self, acc: Tensor, state: OkTopkState, comm: Comm) -> Reduced:
+        """Return about k pairs: the largest of the sum of what the ranks selected."""
+        k, codec = num_wanted(state, self.density), Codec(state.numel, self.wire)
+        repartition = state.step % self.repartition_every == 0
+        if self.mode == "bounded":
+            reduced = bounded.reduce(acc, state, comm, codec, k, self.slack, repartition)
+        else:
+            rethreshold = state.step % self.rethreshold_every == 0
+            reduced = paper.reduce(acc, state, comm, codec, k, int(self.cap * k), repartition, rethreshold)
+        state.step += 1
+        return reduced

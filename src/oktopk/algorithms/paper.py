@@ -1,0 +1,202 @@
+"""One step of Ok-Topk as the paper has it (Algorithm 1), in its order.
+
+    n     length of the vector                   P     ranks
+    k     elements wanted                        acc   gradient + residual
+    tau   steps between repartitions             tau'  steps between exact thresholds
+    region i = [cuts[i], cuts[i + 1]), owner = rank i
+
+`docs/paper-map.md` leads from the paper's lines to these functions, `docs/differences.md` says where we depart and why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms.base import OkTopkState, Reduced, rounding_of, taken_of
+from oktopk.partition import balanced_cuts, consensus
+from oktopk.reduce import merge
+from oktopk.select import at_least, at_most, exact_threshold, in_band, kth_largest_of_all, sampled_threshold
+from oktopk.sparse import Sparse
+from oktopk.wire import Codec
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm, Pending
+
+BUCKET_PAIRS = 1 << 16
+"""Pairs in one message of split-and-reduce: a bucket is unpacked while the next one travels."""
+
+
+def reduce(
+    acc: Tensor,
+    state: OkTopkState,
+    comm: Comm,
+    codec: Codec,
+    k: int,
+    cap: int,
+    repartition: bool,
+    rethreshold: bool,
+) -> Reduced:
+    """Return about k pairs: the largest of the sum of what the ranks selected, at most `cap`."""
+    with comm.phase("agree"):
+        if repartition and len(state.ranking.scale) > 1:
+            _agree_on_scales_(acc, state, comm)
+    with comm.phase("select"):
+        sent = at_most(_select_locally(acc, state, k, rethreshold), cap, state.step)
+    with comm.phase("agree"):
+        if repartition:
+            state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size), comm)
+    region = _split_and_reduce(Sparse.pick(acc, sent), state.cuts, codec, comm)
+    with comm.phase("agree"):
+        kept, sizes = _select_globally(region, state, k, cap, rethreshold, comm)
+    total = _balance_and_allgather(codec.rounded(kept), sizes, codec, comm)
+    with comm.phase("apply"):
+        taken = taken_of(sent, total)
+        lost = codec.rounding(kept)
+        returned = rounding_of(acc, taken, codec) + (() if lost is None else (lost,))
+    return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold)
+
+
+def _agree_on_scales_(acc: Tensor, state: OkTopkState, comm: Comm) -> None:
+    state.ranking.rescale_(comm.all_reduce(state.ranking.mean_squares(acc)) / comm.size)
+
+
+def _select_locally(acc: Tensor, state: OkTopkState, k: int, rethreshold: bool) -> Tensor:
+    """Return what reaches the local threshold: exact every tau' steps, reused while its count is in the band."""
+    if rethreshold:
+        state.threshold = exact_threshold(acc, k, state.ranking)
+    index = at_least(acc, state.threshold, state.ranking)
+    if not rethreshold and not in_band(len(index), k):
+        state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
+        index = at_least(acc, state.threshold, state.ranking)
+    return index
+
+
+def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) -> Sparse:
+    """Return the sum, in rank order, of all that was selected in this rank's region (indices are the whole vector's).
+
+    Rank r sends to r + 1, r + 2, ... and receives from r - 1, r - 2, ..., so that nobody is everybody's next.
+    """
+    rank, size, ones = comm.rank, comm.size, [1] * comm.size
+    with comm.phase("pack"):
+        parts = selected.between(cuts)
+    with comm.phase("exchange"):
+        arriving = comm.all_to_all(torch.tensor([part.nnz for part in parts]), ones, ones).tolist()
+        received: list[list[Sparse]] = [[] for _ in range(size)]
+        received[rank].append(codec.rounded(parts[rank]))
+        travelling: deque[tuple[int, Pending]] = deque()
+        for distance in range(1, size):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            for bucket, count in zip_longest(_buckets(parts[to]), _bucket_sizes(arriving[source])):
+                block = None if bucket is None else codec.encode(bucket)
+                travelling.append((source, comm.swap(block, to, source, codec.words(count) if count else 0)))
+                if len(travelling) > 1:
+                    _unpack_(travelling.popleft(), received, codec, selected.value.dtype)
+        while travelling:
+            _unpack_(travelling.popleft(), received, codec, selected.value.dtype)
+    with comm.phase("reduce"):
+        low, high = cuts[rank : rank + 2].tolist()
+        in_rank_order = [part.shift(-low, high - low) for row in received for part in row]
+        return merge(in_rank_order).shift(low, selected.numel)
+
+
+def _bucket_sizes(count: int) -> list[int]:
+    return [min(BUCKET_PAIRS, count - first) for first in range(0, count, BUCKET_PAIRS)]
+
+
+def _buckets(part: Sparse) -> list[Sparse]:
+    return [part[first : first + BUCKET_PAIRS] for first in range(0, part.nnz, BUCKET_PAIRS)]
+
+
+def _unpack_(arrived: tuple[int, Pending], received: list[list[Sparse]], codec: Codec, dtype: torch.dtype) -> None:
+    source, pending = arrived
+    block = pending.wait()
+    if len(block):
+        received[source].append(codec.decode(block, dtype)[0])
+
+
+def _select_globally(
+    region: Sparse, state: OkTopkState, k: int, cap: int, rethreshold: bool, comm: Comm
+) -> tuple[Sparse, list[int]]:
+    """Return what this owner keeps, and how many each owner keeps.
+
+    The global threshold is exact every tau' steps and reused while the count it gives, which all ranks know, is in the
+    band.
+    """
+    score = state.ranking.score(region.value, region.index).float()
+    if rethreshold:
+        state.global_threshold = _exact_global_threshold(score, state, k, comm)
+    kept, sizes = _keep(region, score, state.global_threshold, comm)
+    if not rethreshold and not in_band(sum(sizes), k):
+        state.global_threshold = _exact_global_threshold(score, state, k, comm)
+        kept, sizes = _keep(region, score, state.global_threshold, comm)
+    if sum(sizes) > cap:
+        sizes = [cap * size // sum(sizes) for size in sizes]
+        places = at_most(torch.arange(kept.nnz, device=score.device), sizes[comm.rank], state.step)
+        kept = kept[places]
+    return kept, sizes
+
+
+def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Comm) -> float:
+    """Return the k-th largest score of all owners; 0 at density 1, where a threshold would only leave something out."""
+    return 0.0 if k >= state.numel else kth_largest_of_all(score, k, comm)
+
+
+def _keep(region: Sparse, score: Tensor, threshold: float, comm: Comm) -> tuple[Sparse, list[int]]:
+    kept = region[score >= threshold]
+    return kept, comm.all_gather(torch.tensor([kept.nnz])).view(-1).tolist()
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The pairs of all owners in a row: where each owner's lie, and how they would lie in equal blocks."""
+
+    sizes: list[int]
+
+    @property
+    def block(self) -> int:
+        """Pairs in an equal block."""
+        return -(-sum(self.sizes) // len(self.sizes))
+
+    def moves(self, rank: int) -> list[int]:
+        """Return how many of this rank's pairs belong into each equal block: its neighbours', for most."""
+        low = sum(self.sizes[:rank])
+        high = low + self.sizes[rank]
+        return [max(min(high, (i + 1) * self.block) - max(low, i * self.block), 0) for i in range(len(self.sizes))]
+
+    def balancing_pays(self) -> bool:
+        """Whether moving pieces, then gathering equal blocks, sends fewer pairs than blocks of the largest size."""
+        size = len(self.sizes)
+        moved = max(self.sizes[rank] - self.moves(rank)[rank] for rank in range(size))
+        return moved + self.block * (size - 1) < max(self.sizes) * (size - 1)
+
+
+def _balance_and_allgather(kept: Sparse, sizes: list[int], codec: Codec, comm: Comm) -> Sparse:
+    """Return all owners' pairs; pieces move to neighbours first, where that is cheaper than unequal blocks."""
+    layout = _Layout(sizes)
+    room = max(sizes)
+    with comm.phase("gather"):
+        if layout.balancing_pays():
+            kept, room = _balance(kept, layout, codec, comm), layout.block
+        blocks = comm.all_gather(codec.encode(kept, capacity=room))
+    with comm.phase("apply"):
+        parts = [codec.decode(block, kept.value.dtype, capacity=room)[0] for block in blocks]
+        return Sparse.join(parts)
+
+
+def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> Sparse:
+    """Return this rank's equal block of the row of all owners' pairs."""
+    ends = list(accumulate(layout.moves(comm.rank), initial=0))
+    blocks = [codec.encode(kept[i:j]) if i < j else None for i, j in pairwise(ends)]
+    counts = [layout.moves(other)[comm.rank] for other in range(comm.size)]
+    send = [0 if block is None else len(block) for block in blocks]
+    receive = [codec.words(count) if count else 0 for count in counts]
+    outgoing = torch.cat([torch.empty(0, dtype=torch.int32), *(block for block in blocks if block is not None)])
+    arrived = torch.split(comm.all_to_all(outgoing, send, receive), receive)
+    parts = [codec.decode(block, kept.value.dtype)[0] for block in arrived if len(block)]
+    return Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])

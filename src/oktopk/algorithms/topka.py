@@ -1,0 +1,51 @@
+"""TopkA: every rank gathers every rank's top k.
+
+2k(P-1) words a rank, which grows with P: beyond a few ranks the gather is what Ok-Topk was made to avoid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from oktopk.algorithms.base import Reduced, State, num_wanted, rounding_of
+from oktopk.errors import within
+from oktopk.reduce import merge
+from oktopk.select import top_k
+from oktopk.sparse import Sparse
+from oktopk.wire import Codec, value_dtype
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkA:
+    """Exact local top-k, all_gather of blocks of k pairs, sum of the lists."""
+
+    density: float = 0.01
+    wire: str = "fp32"
+
+    def __post_init__(self) -> None:
+        within("density", self.density, 0, 1, open_low=True)
+        value_dtype(self.wire)
+
+    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
+        """Return an empty state."""
+        return State(numel)
+
+    def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
+        """Return the sum of all ranks' top k, up to P k nonzeros."""
+        k, codec = num_wanted(state, self.density), Codec(state.numel, self.wire)
+        with comm.phase("select"):
+            taken = top_k(acc.abs(), k)
+        with comm.phase("pack"):
+            block = codec.encode(Sparse.pick(acc, taken), capacity=k)
+        with comm.phase("gather"):
+            blocks = comm.all_gather(block)
+        with comm.phase("reduce"):
+            total = merge([codec.decode(row, acc.dtype, capacity=k)[0] for row in blocks])
+        state.step += 1
+        return Reduced(total, taken, rounding_of(acc, taken, codec), selected=len(taken))

@@ -1,0 +1,73 @@
+"""`Comm`: all that an algorithm knows of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Tensor:
+        """Return what arrived."""
+
+
+class Comm(Protocol):
+    """P ranks that call the same collectives in the same order. All tensors are 1-D; a collective has one dtype."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """P."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, in place, with the same bits on all of them."""
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """Return all ranks' blocks, of one size, in rank order: shape (P, len(block))."""
+
+    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send the first `send[0]` elements to rank 0, and so on; return what came, `receive[0]` from rank 0 first."""
+
+    def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank."""
+
+    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> Pending:
+        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words from `source` (0: nothing)."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name what happens inside, for whoever measures."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one will not be there any more."""
+
+
+class Collectives:
+    """What every comm can build on its `all_to_all`, and the defaults of what it need not have."""
+
+    rank: int
+    size: int
+
+    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Comm`."""
+        raise NotImplementedError
+
+    def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """See `Comm`."""
+        send = [len(block) for block in blocks]
+        ones = [1] * self.size
+        sizes = torch.tensor(send, dtype=torch.int64, device=blocks[0].device)
+        receive = self.all_to_all(sizes, ones, ones).tolist()
+        return list(torch.split(self.all_to_all(torch.cat(list(blocks)), send, receive), receive))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """See `Comm`."""
+        return nullcontext()

@@ -1,0 +1,156 @@
+"""`Metered`: counts what passes through a comm, from outside, so that no algorithm counts for itself."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from oktopk.comm.base import Comm, Pending
+
+UNNAMED = "other"
+
+
+@dataclass
+class Traffic:
+    """What one rank sent and received. Keys are (phase, collective); a block for oneself is no traffic.
+
+    An all_reduce counts as what a ring sends, 2 (P - 1) messages of 1 / P of the tensor each; the others as one
+    message for each peer that gets something.
+    """
+
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    received: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sizes: dict[tuple[str, str], Counter[int]] = field(default_factory=dict)
+    comm_seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank sent."""
+        return sum(self.sent.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes this rank received."""
+        return sum(self.received.values())
+
+    @property
+    def messages(self) -> int:
+        """Messages this rank sent."""
+        return sum(sum(sizes.values()) for sizes in self.sizes.values())
+
+    @property
+    def sent_by_phase(self) -> dict[str, int]:
+        """Bytes this rank sent, by phase."""
+        phases: Counter[str] = Counter()
+        for (phase, _), count in self.sent.items():
+            phases[phase] += count
+        return dict(phases)
+
+    def add_(self, other: Traffic) -> None:
+        """Count the other's traffic as well."""
+        for name in ("sent", "received", "calls", "comm_seconds", "phase_seconds"):
+            mine = getattr(self, name)
+            for key, amount in getattr(other, name).items():
+                mine[key] += amount
+        for key, sizes in other.sizes.items():
+            self.sizes.setdefault(key, Counter()).update(sizes)
+
+    def count_(self, key: tuple[str, str], sent: Sequence[int], received: int, seconds: float) -> None:
+        """Count one call: the sizes of the messages it sent, and the bytes it received."""
+        self.calls[key] += 1
+        self.sent[key] += sum(sent)
+        self.received[key] += received
+        self.comm_seconds[key] += seconds
+        self.sizes.setdefault(key, Counter()).update(size for size in sent if size)
+
+
+class Metered:
+    """A comm that counts. `take()` returns the traffic since the last `take()`."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._phase = UNNAMED
+        self.rank, self.size = comm.rank, comm.size
+        self.traffic = Traffic()
+
+    def take(self) -> Traffic:
+        """Return what was counted, and start again."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Comm`."""
+        start = time.perf_counter()
+        result = self._comm.all_reduce(tensor)
+        edges = [i * tensor.numel() // self.size for i in range(self.size + 1)]
+        blocks = [(b - a) * tensor.element_size() for a, b in itertools.pairwise(edges)]
+        # In a ring, rank r passes on every block but one in each half.
+        sent = [size for half in (1, 2) for i, size in enumerate(blocks) if i != (self.rank + half) % self.size]
+        self._count("all_reduce", sent if self.size > 1 else [], sum(sent) if self.size > 1 else 0, start)
+        return result
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """See `Comm`."""
+        start = time.perf_counter()
+        result = self._comm.all_gather(block)
+        sent = [block.numel() * block.element_size()] * (self.size - 1)
+        self._count("all_gather", sent, sum(sent), start)
+        return result
+
+    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Comm`."""
+        start = time.perf_counter()
+        result = self._comm.all_to_all(blocks, send, receive)
+        width = blocks.element_size()
+        sent = [count * width for peer, count in enumerate(send) if peer != self.rank]
+        self._count("all_to_all", sent, (sum(receive) - receive[self.rank]) * width, start)
+        return result
+
+    def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """See `Comm`."""
+        start = time.perf_counter()
+        result = self._comm.exchange(blocks)
+        ours = [block.numel() * block.element_size() for peer, block in enumerate(blocks) if peer != self.rank]
+        theirs = [block.numel() * block.element_size() for peer, block in enumerate(result) if peer != self.rank]
+        sizes = [torch.int64.itemsize] * (self.size - 1)
+        self._count("exchange", [*sizes, *ours], sum(sizes) + sum(theirs), start)
+        return result
+
+    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> Pending:
+        """See `Comm`."""
+        start = time.perf_counter()
+        pending = self._comm.swap(block, to, source, size)
+        sent = [] if block is None else [block.numel() * block.element_size()]
+        self._count("swap", sent, size * torch.int32.itemsize, start)
+        return pending
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """See `Comm`."""
+        return self._timed(name)
+
+    def fail(self, error: BaseException) -> None:
+        """See `Comm`."""
+        self._comm.fail(error)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        outer, self._phase = self._phase, name
+        start = time.perf_counter()
+        try:
+            with self._comm.phase(name):
+                yield
+        finally:
+            self._phase = outer
+            self.traffic.phase_seconds[name] += time.perf_counter() - start
+
+    def _count(self, collective: str, sent: Sequence[int], received: int, start: float) -> None:
+        self.traffic.count_((self._phase, collective), sent, received, time.perf_counter() - start)

@@ -1,0 +1,106 @@
+"""Ranks as processes: `torch.distributed`, whatever its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oktopk.comm.base import Collectives
+from oktopk.errors import PeerError
+
+_FAILED = "oktopk/failed"
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+class ProcessGroupComm(Collectives):
+    """The ranks of a process group (default: all). Every wait ends after the timeout that the group was made with."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        group = group or dist.group.WORLD
+        if group is None:
+            raise PeerError("torch.distributed is not set up: call init_process_group first, or use run_local")
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Comm`."""
+        with self._naming_the_culprit():
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """See `Comm`."""
+        out = block.new_empty(self.size * len(block))
+        with self._naming_the_culprit():
+            _all_gather(out, block.contiguous(), group=self.group)
+        return out.view(self.size, len(block))
+
+    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Comm`."""
+        out = blocks.new_empty(sum(receive))
+        with self._naming_the_culprit():
+            dist.all_to_all_single(out, blocks.contiguous(), list(receive), list(send), group=self.group)
+        return out
+
+    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> _Swap:
+        """See `Comm`."""
+        device = torch.device("cpu") if block is None else block.device
+        arriving = torch.empty(size, dtype=torch.int32, device=device)
+        ops = []
+        if block is not None:
+            ops.append(dist.P2POp(dist.isend, block.contiguous(), self._global(to), self.group))
+        if size:
+            ops.append(dist.P2POp(dist.irecv, arriving, self._global(source), self.group))
+        with self._naming_the_culprit():
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return _Swap(self, arriving, works, ops)
+
+    def fail(self, error: BaseException) -> None:
+        """See `Comm`: the message waits in the group's store until the others' collectives break."""
+        message = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        self.group.get_group_store().set(_FAILED, message)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def _naming_the_culprit(self) -> _NamingTheCulprit:
+        return _NamingTheCulprit(self.group)
+
+
+@dataclass
+class _Swap:
+    comm: ProcessGroupComm
+    arriving: Tensor
+    works: list[dist.Work]
+    ops: list[dist.P2POp] = field(repr=False)  # keeps the outgoing block alive until it has left
+
+    def wait(self) -> Tensor:
+        with self.comm._naming_the_culprit():
+            for work in self.works:
+                work.wait()
+        return self.arriving
+
+
+@dataclass
+class _NamingTheCulprit:
+    """Turns a collective that broke into the error of the rank that broke it, where that rank could say so."""
+
+    group: dist.ProcessGroup
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise PeerError(self._cause() or f"a collective failed: {error}") from error
+
+    def _cause(self) -> str | None:
+        store = self.group.get_group_store()
+        try:
+            return store.get(_FAILED).decode() if store.check([_FAILED]) else None
+        except RuntimeError:  # the store's own process is gone: the broken collective is all we know
+            return None

@@ -1,0 +1,62 @@
+"""What oktopk raises, and when.
+
+    OktopkError
+    ├── SettingError    a setting that cannot be: density 2, an unknown wire           (a ValueError)
+    ├── InputError      a tensor that is refused: integer, of another size             (a ValueError)
+    │   └── NonFiniteError   it holds NaN or Inf                                       (a ValueError)
+    ├── MismatchError   the ranks disagree on what they are about to reduce            (a ValueError)
+    ├── StateError      a state dict of another algorithm, version or size             (a ValueError)
+    └── PeerError       another rank failed, or left, while this one waited for it     (a RuntimeError)
+
+An `InputError`, `NonFiniteError` or `MismatchError` is raised on every rank alike, before any gradient travels,
+and leaves the residual as it was.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class OktopkError(Exception):
+    """Everything that oktopk raises on purpose."""
+
+
+class SettingError(OktopkError, ValueError):
+    """A setting that cannot be."""
+
+
+class InputError(OktopkError, ValueError):
+    """A tensor that is refused."""
+
+
+class NonFiniteError(InputError):
+    """A gradient that holds NaN or Inf."""
+
+
+class MismatchError(OktopkError, ValueError):
+    """Ranks that disagree."""
+
+
+class StateError(OktopkError, ValueError):
+    """A state dict that does not fit."""
+
+
+class PeerError(OktopkError, RuntimeError):
+    """Another rank failed or left."""
+
+
+def one_of(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return `name` if it is known, else raise a `SettingError` that says what is and what was probably meant."""
+    names = sorted(known)
+    if name in names:
+        return name
+    close = get_close_matches(str(name).lower(), names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise SettingError(f"unknown {kind} {name!r}; there is {', '.join(names)}.{hint}")
+
+
+def within(kind: str, value: float, low: float, high: float = float("inf"), *, open_low: bool = False) -> float:
+    """Return `value` if it lies in [low, high] (or in (low, high]), else raise a `SettingError`."""
+    if isinstance(value, (int, float)) and value <= high and (value > low if open_low else value >= low):
+        return value
+    upper = f" and at most {high:g}" if high != float("inf") else ""
+    raise SettingError(f"{kind} must be {'above' if open_low else 'at least'} {low:g}{upper}, not {value!r}")

@@ -1,0 +1,36 @@
+"""What each kernel means, in plain torch: the oracle of the fast ones, and what runs where none exists."""
+
+import torch
+from torch import Tensor
+
+NAME = "reference (torch)"
+
+
+def accumulate(grad: Tensor, residual: Tensor, out: Tensor) -> int:
+    """Write grad + residual into `out`; return the index of its first NaN or Inf, or -1."""
+    torch.add(residual, grad, out=out)
+    return first_nonfinite(out)
+
+
+def first_nonfinite(acc: Tensor) -> int:
+    """Return the index of the first NaN or Inf, or -1."""
+    bad = acc.isfinite().logical_not_().nonzero()
+    return int(bad[0]) if len(bad) else -1
+
+
+def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
+    """Return the sorted indices where |acc| >= the threshold of its segment, zeros never.
+
+    Segment s is acc[bounds[s]:bounds[s + 1]]. A threshold below the smallest positive number means that one: a
+    zero has nothing to send.
+    """
+    found = [
+        (acc[low:high].abs() >= floor(threshold, acc.dtype)).nonzero().view(-1) + low
+        for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False)
+    ]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=acc.device)
+
+
+def floor(threshold: float, dtype: torch.dtype) -> float:
+    """Return the threshold, raised to the smallest positive number of `dtype`."""
+    return max(threshold, 2.0**-149 if dtype == torch.float32 else 5e-324)

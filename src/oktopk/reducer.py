@@ -1,0 +1,280 @@
+"""`Reducer`: tensor in, tensor out, with its residual, its state and its record."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms import Algorithm, Dense, Reduced, make_algorithm
+from oktopk.algorithms.base import Verdict
+from oktopk.comm import Comm, Metered, Traffic
+from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, StateError, one_of
+from oktopk.feedback import Residual
+from oktopk.sparse import Sparse
+from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
+from oktopk.wire import WORD_BYTES, round_to
+
+VERSION = 1
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Reducer:
+    """Averages one gradient over all ranks, step after step, and keeps what a step did not deliver for the next.
+
+    algorithm       an algorithm, or the name of one
+    comm            a `Comm`: `ProcessGroupComm`, or what `run_local` hands out
+    segments        lengths of the parameter tensors that the gradient is made of, for `ranking="scaled"`
+    on_nonfinite    "raise": a NaN or Inf on any rank is an error on all; "skip": such a step delivers zeros
+    In both cases the residual stays as it was.
+
+    >>> from oktopk import OkTopk, run_local
+    >>> def step(comm):
+    ...     return Reducer(OkTopk(density=0.25), comm).all_reduce(torch.tensor([1.0, 9.0, 2.0, 3.0]))
+    >>> run_local(2, step)[0]
+    tensor([0., 9., 0., 0.])
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | str,
+        comm: Comm,
+        *,
+        segments: Sequence[int] | None = None,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        self.algorithm = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+        self.on_nonfinite = one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip"))
+        self.last: StepRecord | None = None
+        self.traffic = Traffic()
+        self._comm = Metered(comm)
+        self._segments = None if segments is None else tuple(segments)
+        self._step = 0
+        self._agreed = False
+        self._dtype: torch.dtype | None = None
+        self._residual: Residual | None = None
+        self._state: Any = None
+
+    @property
+    def residual(self) -> Tensor | None:
+        """A copy of what this rank has not delivered yet, flat; None before the first step."""
+        return None if self._residual is None else self._residual.held.clone()
+
+    def all_reduce(self, grad: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the mean over ranks of what this step delivered, like `grad` in shape and dtype."""
+        try:
+            return self._all_reduce(grad, out)
+        except (InputError, MismatchError, PeerError):
+            raise  # every rank raises the same, or the one that failed has told the others: nobody waits
+        except BaseException as error:
+            self._comm.fail(error)
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on as if it had never stopped; `torch.load(weights_only=True)` reads it."""
+        return {
+            "version": VERSION,
+            "algorithm": type(self.algorithm).__name__,
+            "rank": self._comm.rank,
+            "size": self._comm.size,
+            "step": self._step,
+            "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
+            "residual": self.residual,
+            "state": _to_plain(self._state),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of this rank; a dict that does not fit is refused and changes nothing."""
+        self._check_fits(saved)
+        residual, state = None, None
+        if saved["residual"] is not None:
+            held = saved["residual"]
+            state = _from_plain(self._init(held.numel()), saved["state"])
+            residual = Residual(held.numel(), held.dtype, held.device)
+            residual.held.copy_(held)
+        self._residual, self._state, self._step = residual, state, saved["step"]
+        self._dtype = None if saved["dtype"] is None else getattr(torch, saved["dtype"])
+        self._agreed = False
+
+    def _all_reduce(self, grad: Tensor, out: Tensor | None) -> Tensor:
+        flat = grad.detach().reshape(-1)
+        if not self._agreed:
+            self._agree(flat)
+        assert self._residual is not None
+        with self._comm.phase("accumulate"):
+            acc, verdict = self._accumulate(flat, self._residual)
+        try:
+            reduced = self._reduce(acc, verdict)
+        except NonFiniteError:
+            if self.on_nonfinite == "raise":
+                raise
+            return self._skip(grad, out)
+        with self._comm.phase("apply"):
+            mean, rounding = _mean(reduced.sum, self._comm.size, grad, out)
+            self._residual.retain_(reduced.taken, (*reduced.returned, *rounding))
+            self._residual.commit_()
+        self._record(reduced)
+        return mean
+
+    def _agree(self, flat: Tensor) -> None:
+        """Make sure, before the first gradient travels, that all ranks are about to do the same; then make room."""
+        dtype = DTYPES.index(flat.dtype) if flat.dtype in DTYPES else -1
+        mine = [flat.numel(), dtype, self._step, zlib.crc32(self._description().encode())]
+        every = self._comm.all_gather(torch.tensor(mine, device=flat.device)).tolist()
+        if -1 in (row[1] for row in every):
+            rank = [row[1] for row in every].index(-1)
+            raise InputError(f"rank {rank} came with a tensor that is not float32, float64, bfloat16 or float16")
+        for what, column in zip(("numel", "dtype", "step", "settings"), zip(*every, strict=True), strict=True):
+            if len(set(column)) > 1:
+                raise MismatchError(_disagreement(what, column))
+        self._check_same_numel(flat)
+        if self._residual is None:
+            wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            self._state = self._init(flat.numel())
+            self._residual = Residual(flat.numel(), wide, flat.device)
+        self._dtype, self._agreed = flat.dtype, True
+        self.traffic.add_(self._comm.take())
+
+    def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
+        """Return acc, and this rank's verdict on it."""
+        if flat.numel() != residual.held.numel():
+            return residual.held, Verdict.of(Verdict.WRONG_NUMEL, flat.numel())
+        if flat.dtype != self._dtype or flat.device != residual.held.device:
+            return residual.held, Verdict.of(Verdict.WRONG_DTYPE)
+        acc = residual.accumulate_(flat)
+        if residual.nonfinite_at >= 0:
+            return acc, Verdict.of(Verdict.NON_FINITE, residual.nonfinite_at)
+        return acc, Verdict.FINE
+
+    def _reduce(self, acc: Tensor, verdict: int) -> Reduced:
+        """Let the algorithm work, once all ranks know that all inputs are fine: from its messages, or from ours."""
+        if getattr(self.algorithm, "carries_verdict", False):
+            self._state.verdict = verdict
+        else:
+            with self._comm.phase("agree"):
+                verdicts = self._comm.all_gather(torch.tensor([verdict], device=acc.device)).view(-1).tolist()
+            Verdict.raise_if_any(verdicts, acc.numel())
+        return self.algorithm.reduce(acc, self._state, self._comm)
+
+    def _skip(self, grad: Tensor, out: Tensor | None) -> Tensor:
+        """Deliver nothing; the residual is still what it was."""
+        empty = Sparse.empty(grad.numel(), grad)
+        mean, _ = _mean(empty, self._comm.size, grad, out)
+        self._record(Reduced(empty, slice(0), selected=0), skipped=True)
+        return mean
+
+    def _record(self, reduced: Reduced, skipped: bool = False) -> None:
+        dense = isinstance(reduced.sum, Tensor)
+        numel = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.numel
+        nnz = numel if isinstance(reduced.sum, Tensor) else reduced.sum.nnz
+        traffic = self._comm.take()
+        self.traffic.add_(traffic)
+        self.last = StepRecord(
+            step=self._step,
+            phase="dense" if dense or (skipped and isinstance(self.algorithm, Dense)) else "sparse",
+            numel=numel,
+            selected=_count(reduced, numel),
+            nnz=nnz,
+            sparsity=sparsity_of(nnz, numel),
+            compression_ratio=ratio_of(nnz, numel),
+            nominal_bytes=numel * WORD_BYTES if dense else nnz * PAIR_BYTES,
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            messages=traffic.messages,
+            seconds=dict(traffic.phase_seconds),
+            sent_by_phase=traffic.sent_by_phase,
+            threshold=reduced.threshold,
+            global_threshold=reduced.global_threshold,
+            skipped=skipped,
+        )
+        self._step += 1
+
+    def _init(self, numel: int) -> Any:
+        if self._segments is None:
+            return self.algorithm.init(numel, self._comm)
+        return self.algorithm.init(numel, self._comm, segments=self._segments)  # type: ignore[call-arg]
+
+    def _description(self) -> str:
+        algorithm = self.algorithm if is_dataclass(self.algorithm) else type(self.algorithm).__qualname__
+        return f"{algorithm} {self._segments} {self.on_nonfinite}"
+
+    def _check_same_numel(self, flat: Tensor) -> None:
+        if self._residual is not None and self._residual.held.numel() != flat.numel():
+            wanted = self._residual.held.numel()
+            raise MismatchError(f"the loaded state is for {wanted} elements, the tensor has {flat.numel()}")
+
+    def _check_fits(self, saved: dict[str, Any]) -> None:
+        version = saved.get("version") if isinstance(saved, dict) else None
+        if version != VERSION:
+            raise StateError(f"wanted a Reducer's state dict of version {VERSION}, not of version {version!r}")
+        ours = {"algorithm": type(self.algorithm).__name__, "rank": self._comm.rank, "size": self._comm.size}
+        for what, wanted in ours.items():
+            if saved[what] != wanted:
+                raise StateError(f"the state dict is of {what} {saved[what]!r}, this reducer's {what} is {wanted!r}")
+        if saved["residual"] is not None and self._residual is not None:
+            have, came = self._residual.held.numel(), saved["residual"].numel()
+            if have != came:
+                raise StateError(f"the state dict is for {came} elements, this reducer has reduced {have}")
+
+
+def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -> tuple[Tensor, list[Sparse | Tensor]]:
+    """Return total / size like `grad`, and what rounding to its dtype loses, if it is narrower than the sum."""
+    out = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
+    if out.shape != grad.shape or out.dtype != grad.dtype or not out.is_contiguous():
+        raise InputError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)}")
+    flat = out.detach().view(-1)
+    value = (total.value if isinstance(total, Sparse) else total) / size
+    rounded = round_to(value, grad.dtype)
+    if isinstance(total, Sparse):
+        flat.zero_()
+        flat[total.index] = rounded
+    else:
+        flat.copy_(rounded)
+    if rounded.dtype == value.dtype:
+        return out, []
+    lost = value - rounded.to(value.dtype)
+    return out, [Sparse(total.index, lost, total.numel) if isinstance(total, Sparse) else lost]
+
+
+def _count(reduced: Reduced, numel: int) -> int:
+    """Return how many elements this rank chose, as the algorithm says, or as what was taken tells."""
+    if reduced.selected is not None:
+        return reduced.selected
+    if isinstance(reduced.taken, slice):
+        return len(range(numel)[reduced.taken])
+    return int(reduced.taken.sum()) if reduced.taken.dtype == torch.bool else len(reduced.taken)
+
+
+def _disagreement(what: str, column: Sequence[int]) -> str:
+    if what == "settings":
+        return "the ranks disagree on the algorithm, its settings or the segments; give every rank the same"
+    said = ", ".join(f"rank {rank} has {DTYPES[x] if what == 'dtype' else x}" for rank, x in enumerate(column))
+    return (
+        f"the ranks disagree on the {what} of the tensor: {said}"
+        if what != "step"
+        else f"the ranks disagree on the step they are at: {said}"
+    )
+
+
+def _to_plain(state: Any) -> Any:
+    """Return a copy of a state as dicts, tensors and numbers."""
+    if is_dataclass(state):
+        return {field.name: _to_plain(getattr(state, field.name)) for field in fields(state)}
+    return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
+
+
+def _from_plain(state: Any, saved: Any) -> Any:
+    """Return `state` with what `_to_plain` saved in place of its own."""
+    if not is_dataclass(state):
+        return _to_plain(saved)
+    names = [field.name for field in fields(state)]
+    if not isinstance(saved, dict) or sorted(saved) != sorted(names):
+        raise StateError(f"the state dict's algorithm state should have {', '.join(names)}")
+    for name in names:
+        setattr(state, name, _from_plain(getattr(state, name), saved[name]))
+    return state

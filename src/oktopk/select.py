@@ -1,0 +1,177 @@
+"""What leaves: which elements of an accumulated gradient are worth sending.
+
+Three ways to choose about k of them: exactly (`top_k`), by a threshold (`threshold_for` and `at_least`), by a fitted
+normal distribution (`gaussian_threshold`); and one way to say what "large" means (`Ranking`). A threshold is a score,
+never an index; elements that equal it are chosen, zeros never are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oktopk.errors import InputError
+from oktopk.kernels import kernels_for
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+SAMPLE_HITS = 1024
+"""Sampled elements above a sampled threshold: its count errs by 1/sqrt(1024) = 3 %."""
+
+BAND = (0.8, 1.25)
+"""A threshold is good while the count it gives is within this band around k."""
+
+ROUNDING = 1 - 2.0**-21
+"""Lowers a threshold by what |acc| / scale may lose when it is multiplied back, lest the k-th element miss it."""
+
+
+def num_selected(numel: int, density: float) -> int:
+    """Return k: at least one element, if there is one."""
+    return min(numel, max(1, int(numel * density)))
+
+
+def in_band(count: int, k: int) -> bool:
+    """Whether `count` is near enough to `k` to go on with the threshold that gave it."""
+    return BAND[0] * k <= count <= BAND[1] * k
+
+
+@dataclass
+class Ranking:
+    """What "large" means: |acc|, or |acc| over the scale of its segment.
+
+    `bounds` cut the vector into segments (parameter tensors): first 0, last numel. `scale` has one number a segment.
+    """
+
+    bounds: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def by_magnitude(numel: int) -> Ranking:
+        """Return the ranking of the paper: one segment, of scale 1."""
+        return Ranking(torch.tensor([0, numel]), torch.ones(1, dtype=torch.float64))
+
+    @staticmethod
+    def by_segment(numel: int, lengths: Sequence[int]) -> Ranking:
+        """Return a ranking over segments of these lengths, all of scale 1 until `rescale_`."""
+        if any(length < 0 for length in lengths) or sum(lengths) != numel:
+            raise InputError(f"segments must add up to the tensor's {numel} elements, not to {sum(lengths)}")
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        return Ranking(bounds, torch.ones(len(lengths), dtype=torch.float64))
+
+    def mean_squares(self, acc: Tensor) -> Tensor:
+        """Return the mean of acc**2 over each segment, 0 for an empty one."""
+        edges = self.bounds.tolist()
+        pieces = [acc[low:high].double() for low, high in itertools.pairwise(edges)]
+        return torch.stack([piece.dot(piece) / max(len(piece), 1) for piece in pieces]).cpu()
+
+    def rescale_(self, mean_squares: Tensor) -> None:
+        """Make each scale its segment's rms; a silent one gets the whole vector's, or it would flood when it wakes."""
+        lengths = self.bounds.diff()
+        whole = float((mean_squares * lengths).sum()) / max(int(lengths.sum()), 1)
+        scale = mean_squares.sqrt()
+        self.scale = torch.where(scale > 0, scale, math.sqrt(whole) or 1.0)
+
+    def score(self, value: Tensor, index: Tensor) -> Tensor:
+        """Return how large each `value` is, given where it stands."""
+        if len(self.scale) == 1:
+            return value.abs() / float(self.scale[0])
+        segment = torch.bucketize(index, self.bounds[1:].to(index.device), right=True)
+        return value.abs() / self.scale.to(value)[segment]
+
+    def thresholds(self, threshold: float) -> list[float]:
+        """Return the magnitude that `threshold` means in each segment."""
+        if len(self.scale) == 1 and self.scale[0] == 1:
+            return [threshold]
+        return [float(t) for t in (self.scale * threshold * ROUNDING).tolist()]
+
+
+def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
+    """Return the sorted indices of the elements that reach the threshold."""
+    return kernels_for(acc.device).at_least(acc, ranking.bounds.tolist(), ranking.thresholds(threshold))
+
+
+def at_most(index: Tensor, limit: int, turn: int) -> Tensor:
+    """Return at most `limit` of the sorted `index`, starting elsewhere every `turn` so that none waits for ever."""
+    if len(index) <= limit:
+        return index
+    start = turn * limit % len(index)
+    wrapped = max(start + limit - len(index), 0)
+    return torch.cat([index[:wrapped], index[start : start + limit]])
+
+
+def kth_largest(score: Tensor, k: int) -> float:
+    """Return the k-th largest score, 0 if there are not so many."""
+    if k > len(score) or k < 1:
+        return 0.0
+    return float(torch.topk(score, k, sorted=False).values.min())
+
+
+def kth_largest_of_all(score: Tensor, k: int, comm: Comm) -> float:
+    """Return the k-th largest of all ranks' float32 scores, 0 if there are not so many, the same on every rank.
+
+    A radix select over the bits of the scores, which order non-negative floats: four sums of 256 counts, however many
+    scores there are.
+    """
+    if k < 1:
+        return 0.0
+    key, prefix, wanted = score.view(torch.int32).cpu(), 0, k
+    for shift in (24, 16, 8, 0):
+        digits = (key[(key >> shift + 8) == prefix] >> shift) & 255 if shift < 24 else key >> shift
+        counts = comm.all_reduce(torch.bincount(digits, minlength=256)).flip(0).cumsum(0)
+        place = int(torch.searchsorted(counts, wanted))
+        if place == 256:
+            return 0.0
+        wanted -= int(counts[place - 1]) if place else 0
+        prefix = prefix << 8 | 255 - place
+    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32))
+
+
+def top_k(score: Tensor, k: int) -> Tensor:
+    """Return the sorted indices of the k largest scores: ties go to the lowest index, zeros are never chosen."""
+    threshold = kth_largest(score, min(k, len(score)))
+    above = (score > threshold).nonzero().view(-1)
+    if threshold == 0:
+        return above
+    ties = (score == threshold).nonzero().view(-1)[: k - len(above)]
+    return torch.cat([above, ties]).sort().values
+
+
+def exact_threshold(acc: Tensor, k: int, ranking: Ranking) -> float:
+    """Return the k-th largest score of the whole vector."""
+    return 0.0 if k >= len(acc) else kth_largest(_scores(acc, ranking), k)
+
+
+def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float:
+    """Return the k-th largest score as a random sample tells it; exactly where the sample would be the whole.
+
+    It is measured on the vector at hand, so that it follows a gradient that grows a hundredfold in one step, and
+    has no loop that could oscillate: the count of what passes is an estimate's, within about 3 % of k.
+    """
+    numel = len(acc)
+    size = SAMPLE_HITS * numel // max(k, 1)
+    if size >= numel:
+        return exact_threshold(acc, k, ranking)
+    places = torch.randint(numel, (size,), generator=torch.Generator().manual_seed(seed)).to(acc.device)
+    return kth_largest(ranking.score(acc[places], places), round(size * k / numel))
+
+
+def gaussian_threshold(acc: Tensor, density: float) -> float:
+    """Return the magnitude that a `density` of the elements would pass if they were normally distributed."""
+    if density >= 1 or len(acc) < 2:
+        return 0.0
+    std, mean = torch.std_mean(acc)
+    return abs(float(mean)) + NormalDist().inv_cdf(1 - density / 2) * float(std)
+
+
+def _scores(acc: Tensor, ranking: Ranking) -> Tensor:
+    if len(ranking.scale) == 1 and ranking.scale[0] == 1:
+        return acc.abs()
+    return ranking.score(acc, torch.arange(len(acc), device=acc.device))

@@ -1,0 +1,97 @@
+"""`Sparse`: a vector with few nonzeros, as sorted unique indices and their values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A vector of `numel` elements, zero except at `index`, where it is `value`.
+
+    `index` is int64 and strictly increasing, which is checked here, once, so that nobody has to wonder later:
+    intersecting with an unsorted list is the oldest bug of this field.
+
+    >>> Sparse(torch.tensor([1, 3]), torch.tensor([5.0, 7.0]), 4).to_dense()
+    tensor([0., 5., 0., 7.])
+    """
+
+    index: Tensor
+    value: Tensor
+    numel: int
+
+    def __post_init__(self) -> None:
+        index = self.index
+        assert index.dtype == torch.int64, f"indices must be int64, not {index.dtype}"
+        assert self.value.shape == index.shape, f"{len(index)} indices for {self.value.shape} values"
+        if len(index):
+            assert bool((index[1:] > index[:-1]).all()), "indices must be strictly increasing"
+            first, last = int(index[0]), int(index[-1])
+            assert 0 <= first <= last < self.numel, f"indices {first}..{last} leave 0..{self.numel - 1}"
+
+    @staticmethod
+    def empty(numel: int, like: Tensor) -> Sparse:
+        """Return the zero vector, with values of `like`'s dtype and device."""
+        return Sparse(torch.empty(0, dtype=torch.int64, device=like.device), like.new_empty(0), numel)
+
+    @staticmethod
+    def pick(dense: Tensor, index: Tensor) -> Sparse:
+        """Return `dense` at `index`, zero elsewhere."""
+        return Sparse(index, dense.index_select(0, index), dense.numel())
+
+    @staticmethod
+    def concat(parts: Sequence[Sparse]) -> Sparse:
+        """Return the parts laid one after another: the inverse of `split`."""
+        offsets = [0]
+        for part in parts:
+            offsets.append(offsets[-1] + part.numel)
+        index = torch.cat([part.index + offset for part, offset in zip(parts, offsets, strict=False)])
+        return Sparse(index, torch.cat([part.value for part in parts]), offsets[-1])
+
+    @property
+    def nnz(self) -> int:
+        """How many elements are held."""
+        return len(self.index)
+
+    def to_dense(self) -> Tensor:
+        """Return the whole vector."""
+        dense = self.value.new_zeros(self.numel)
+        dense[self.index] = self.value
+        return dense
+
+    def shift(self, offset: int, numel: int) -> Sparse:
+        """Return the same elements `offset` places further, in a vector of `numel`."""
+        return Sparse(self.index + offset, self.value, numel)
+
+    def split(self, cuts: Tensor) -> list[Sparse]:
+        """Return the regions between `cuts` (first 0, last numel, nondecreasing), each counted from its own start."""
+        edges = cuts.tolist()
+        parts = zip(self.between(cuts), edges, edges[1:], strict=False)
+        return [part.shift(-low, high - low) for part, low, high in parts]
+
+    def between(self, cuts: Tensor) -> list[Sparse]:
+        """Return the elements of each region between `cuts`, still as elements of the whole vector."""
+        ends = torch.searchsorted(self.index, cuts).tolist()
+        return [self[i:j] for i, j in itertools.pairwise(ends)]
+
+    @staticmethod
+    def join(parts: Sequence[Sparse]) -> Sparse:
+        """Return the parts of one vector, which follow each other in it, together: the inverse of `between`."""
+        index, value = torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts])
+        return Sparse(index, value, parts[0].numel)
+
+    def __getitem__(self, which: slice | Tensor) -> Sparse:
+        """Return some of the elements held: a slice of them, those at these places, or those where a mask is true."""
+        return Sparse(self.index[which], self.value[which], self.numel)
+
+    def holds(self, index: Tensor) -> Tensor:
+        """Return the mask of those of `index` (sorted) that are held here."""
+        if not self.nnz:
+            return torch.zeros_like(index, dtype=torch.bool)
+        place = torch.searchsorted(self.index, index).clamp_(max=self.nnz - 1)
+        return self.index[place] == index
