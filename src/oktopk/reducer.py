@@ -14,7 +14,7 @@ from torch import Tensor
 from oktopk.algorithms import Algorithm, Dense, Reduced, make_algorithm
 from oktopk.algorithms.base import Verdict
 from oktopk.comm import Comm, Metered, Traffic
-from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, StateError, one_of
+from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
@@ -102,6 +102,7 @@ class Reducer:
         self._agreed = False
 
     def _all_reduce(self, grad: Tensor, out: Tensor | None) -> Tensor:
+        _check_usable(grad, out)
         flat = grad.detach().reshape(-1)
         if not self._agreed:
             self._agree(flat)
@@ -222,11 +223,17 @@ class Reducer:
                 raise StateError(f"the state dict is for {came} elements, this reducer has reduced {have}")
 
 
+def _check_usable(grad: Tensor, out: Tensor | None) -> None:
+    """Refuse what no rank could work with, before anything travels; the other ranks are told."""
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"all_reduce wants a tensor, not {type(grad).__name__}")
+    if out is not None and (out.shape != grad.shape or out.dtype != grad.dtype or not out.is_contiguous()):
+        raise SettingError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)}")
+
+
 def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -> tuple[Tensor, list[Sparse | Tensor]]:
     """Return total / size like `grad`, and what rounding to its dtype loses, if it is narrower than the sum."""
     out = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
-    if out.shape != grad.shape or out.dtype != grad.dtype or not out.is_contiguous():
-        raise InputError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)}")
     flat = out.detach().view(-1)
     value = (total.value if isinstance(total, Sparse) else total) / size
     rounded = round_to(value, grad.dtype)

@@ -1,8 +1,8 @@
 """GTopk: a binary tree of pairwise merges, each cut back to k, then a broadcast.
 
 k pairs in each of 2 ceil(log2 P) rounds on the busiest path, for any P. As published, a value that is cut in an early
-merge is lost although its index may survive through another rank. Here it stays with the rank that cut it, in that
-rank's residual, so that gTop-k conserves like the others.
+merge is lost if its index survives through another rank: it is neither in the sum nor, its index being there, in
+anyone's residual. Here the rank that cut it keeps it in its own, so that gTop-k conserves like the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, State, num_wanted
+from oktopk.algorithms.base import Reduced, State, num_wanted, taken_of
 from oktopk.errors import within
 from oktopk.reduce import merge
 from oktopk.select import top_k
@@ -39,14 +39,18 @@ class GTopk:
         return State(numel)
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
-        """Return k pairs that survived every merge; all that this rank selected is taken, what it cut is returned."""
+        """Return the k pairs that survived every merge."""
         tree = _Tree(Codec(state.numel, self.wire), num_wanted(state, self.density), comm)
         with comm.phase("select"):
-            taken = top_k(acc.abs(), tree.k)
-        mine, returned = tree.reduce_to_root(Sparse.pick(acc, taken))
+            sent = top_k(acc.abs(), tree.k)
+        mine, cut = tree.reduce_to_root(Sparse.pick(acc, sent))
         total = tree.broadcast(mine)
+        with comm.phase("apply"):
+            # Where an index did not survive, all ranks keep what they sent, and what was cut of it is already theirs.
+            returned = tuple(part[total.holds(part.index)] for part in cut)
+            taken = taken_of(sent, total)
         state.step += 1
-        return Reduced(total, taken, tuple(returned), selected=len(taken))
+        return Reduced(total, taken, returned, selected=len(sent))
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,18 @@ class _Tree:
 
     def reduce_to_root(self, mine: Sparse) -> tuple[Sparse, list[Sparse]]:
         """Return what this rank holds at the end (rank 0: the result), and what it cut or rounded away."""
-        rank, returned = self.comm.rank, list[Sparse]()
+        rank = self.comm.rank
+        cut: list[Sparse] = []
         for distance in self._distances():
             if rank % (2 * distance) == distance:
-                mine = self._round(mine, returned)
+                mine = self._round(mine, cut)
                 self._send(mine, rank - distance)
                 break
             if rank + distance < self.comm.size:
                 theirs = self._receive(rank + distance, mine.value)
                 with self.comm.phase("reduce"):
-                    mine = self._cut(merge([mine, theirs]), returned)
-        return (self._round(mine, returned) if rank == 0 else mine), returned
+                    mine = self._cut(merge([mine, theirs]), cut)
+        return (self._round(mine, cut) if rank == 0 else mine), cut
 
     def broadcast(self, mine: Sparse) -> Sparse:
         """Return rank 0's pairs, passed down the tree by which they came."""
@@ -82,20 +87,20 @@ class _Tree:
     def _distances(self) -> list[int]:
         return [1 << i for i in range((self.comm.size - 1).bit_length())]
 
-    def _cut(self, part: Sparse, returned: list[Sparse]) -> Sparse:
+    def _cut(self, part: Sparse, cut: list[Sparse]) -> Sparse:
         """Return the k largest; the rest stays here."""
         if part.nnz <= self.k:
             return part
         kept = part.index.new_zeros(part.nnz).bool()
         kept[top_k(part.value.abs(), self.k)] = True
-        returned.append(part[~kept])
+        cut.append(part[~kept])
         return part[kept]
 
-    def _round(self, part: Sparse, returned: list[Sparse]) -> Sparse:
+    def _round(self, part: Sparse, cut: list[Sparse]) -> Sparse:
         lost = self.codec.rounding(part)
         if lost is None:
             return part
-        returned.append(lost)
+        cut.append(lost)
         return self.codec.rounded(part)
 
     def _send(self, part: Sparse, to: int) -> None:
