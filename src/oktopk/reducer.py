@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, Reduced, make_algorithm
-from oktopk.algorithms.base import Verdict
+from oktopk.algorithms.base import Verdict, reduce_if_fine
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
+from oktopk.plain import from_plain, to_plain
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
 from oktopk.wire import WORD_BYTES, round_to
@@ -85,7 +85,7 @@ class Reducer:
             "step": self._step,
             "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
             "residual": self.residual,
-            "state": _to_plain(self._state),
+            "state": to_plain(self._state),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Reducer:
         residual, state = None, None
         if saved["residual"] is not None:
             held = saved["residual"]
-            state = _from_plain(self._init(held.numel()), saved["state"])
+            state = from_plain(self._init(held.numel()), saved["state"])
             residual = Residual(held.numel(), held.dtype, held.device)
             residual.held.copy_(held)
         self._residual, self._state, self._step = residual, state, saved["step"]
@@ -110,7 +110,7 @@ class Reducer:
         with self._comm.phase("accumulate"):
             acc, verdict = self._accumulate(flat, self._residual)
         try:
-            reduced = self._reduce(acc, verdict)
+            reduced = reduce_if_fine(self.algorithm, acc, self._state, self._comm, verdict)
         except NonFiniteError:
             if self.on_nonfinite == "raise":
                 raise
@@ -151,16 +151,6 @@ class Reducer:
         if residual.nonfinite_at >= 0:
             return acc, Verdict.of(Verdict.NON_FINITE, residual.nonfinite_at)
         return acc, Verdict.FINE
-
-    def _reduce(self, acc: Tensor, verdict: int) -> Reduced:
-        """Let the algorithm work, once all ranks know that all inputs are fine: from its messages, or from ours."""
-        if getattr(self.algorithm, "carries_verdict", False):
-            self._state.verdict = verdict
-        else:
-            with self._comm.phase("agree"):
-                verdicts = self._comm.all_gather(torch.tensor([verdict], device=acc.device)).view(-1).tolist()
-            Verdict.raise_if_any(verdicts, acc.numel())
-        return self.algorithm.reduce(acc, self._state, self._comm)
 
     def _skip(self, grad: Tensor, out: Tensor | None) -> Tensor:
         """Deliver nothing; the residual is still what it was."""
@@ -266,22 +256,3 @@ def _disagreement(what: str, column: Sequence[int]) -> str:
         if what != "step"
         else f"the ranks disagree on the step they are at: {said}"
     )
-
-
-def _to_plain(state: Any) -> Any:
-    """Return a copy of a state as dicts, tensors and numbers."""
-    if is_dataclass(state):
-        return {field.name: _to_plain(getattr(state, field.name)) for field in fields(state)}
-    return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
-
-
-def _from_plain(state: Any, saved: Any) -> Any:
-    """Return `state` with what `_to_plain` saved in place of its own."""
-    if not is_dataclass(state):
-        return _to_plain(saved)
-    names = [field.name for field in fields(state)]
-    if not isinstance(saved, dict) or sorted(saved) != sorted(names):
-        raise StateError(f"the state dict's algorithm state should have {', '.join(names)}")
-    for name in names:
-        setattr(state, name, _from_plain(getattr(state, name), saved[name]))
-    return state

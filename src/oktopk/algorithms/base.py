@@ -113,6 +113,17 @@ class Verdict:
                 raise InputError(f"rank {rank} came with another dtype or device than at its first step")
 
 
+def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, verdict: int) -> Reduced:
+    """Reduce, or raise on every rank, once all know each other's verdicts: from the algorithm's messages, or from ours."""
+    if getattr(algorithm, "carries_verdict", False):
+        state.verdict = verdict
+    else:
+        with comm.phase("agree"):
+            verdicts = comm.all_gather(torch.tensor([verdict], device=acc.device)).view(-1).tolist()
+        Verdict.raise_if_any(verdicts, acc.numel())
+    return algorithm.reduce(acc, state, comm)
+
+
 def num_wanted(state: State, density: float) -> int:
     """Return k for this state's vector."""
     return num_selected(state.numel, density)

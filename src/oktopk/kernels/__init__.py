@@ -16,8 +16,8 @@ class Kernels(Protocol):
 
     NAME: str
 
-    def accumulate(self, grad: Tensor, residual: Tensor, out: Tensor) -> int:
-        """Write grad + residual into `out`; return the index of its first NaN or Inf, or -1."""
+    def accumulate(self, grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
+        """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
 
     def at_least(self, acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""

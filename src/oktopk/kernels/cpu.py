@@ -16,11 +16,12 @@ NAME = "cpu (numpy, in cache-sized pieces)"
 PIECE = 1 << 17  # elements; half a MiB of float32, which leaves room for the scratch beside it in the L2 cache
 
 
-def accumulate(grad: Tensor, residual: Tensor, out: Tensor) -> int:
-    """Write grad + residual into `out`; return the index of its first NaN or Inf, or -1."""
+def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
+    """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
     suspect = False
     for start in range(0, len(out), PIECE):
-        piece = torch.add(residual[start : start + PIECE], grad[start : start + PIECE], out=out[start : start + PIECE])
+        piece, kept = out[start : start + PIECE], held[start : start + PIECE]
+        torch.add(kept if decay == 1 else kept * decay, grad[start : start + PIECE], alpha=scale, out=piece)
         suspect = suspect or not math.isfinite(float(piece.dot(piece)))
     # A sum of squares overflows long before its terms do, so that a suspicion is looked into, not believed.
     return reference.first_nonfinite(out) if suspect else -1

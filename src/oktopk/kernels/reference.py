@@ -6,9 +6,9 @@ from torch import Tensor
 NAME = "reference (torch)"
 
 
-def accumulate(grad: Tensor, residual: Tensor, out: Tensor) -> int:
-    """Write grad + residual into `out`; return the index of its first NaN or Inf, or -1."""
-    torch.add(residual, grad, out=out)
+def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
+    """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
+    torch.add(held if decay == 1 else held * decay, grad, alpha=scale, out=out)
     return first_nonfinite(out)
 
 

@@ -1,0 +1,30 @@
+"""State as plain data, for checkpoints: dataclasses become dicts of tensors and numbers, which nobody has to unpickle."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from oktopk.errors import StateError
+
+
+def to_plain(state: Any) -> Any:
+    """Return a copy of a state as dicts, tensors and numbers."""
+    if is_dataclass(state):
+        return {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
+    return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
+
+
+def from_plain(state: Any, saved: Any) -> Any:
+    """Return `state` with what `to_plain` saved in place of its own."""
+    if not is_dataclass(state):
+        return to_plain(saved)
+    names = [field.name for field in fields(state)]
+    if not isinstance(saved, dict) or sorted(saved) != sorted(names):
+        raise StateError(f"the algorithm's state should have {', '.join(names)}")
+    for name in names:
+        setattr(state, name, from_plain(getattr(state, name), saved[name]))
+    return state
