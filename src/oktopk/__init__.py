@@ -18,7 +18,9 @@ from oktopk.algorithms import (
     TopkDSA,
     make_algorithm,
 )
+from oktopk.checkpoint import load_distributed, save_distributed
 from oktopk.comm import Comm, Metered, ProcessGroupComm, Traffic, run_local
+from oktopk.ddp import Attached, attach, small_or_vector
 from oktopk.errors import (
     InputError,
     MismatchError,
@@ -28,22 +30,28 @@ from oktopk.errors import (
     SettingError,
     StateError,
 )
+from oktopk.lanes import Momentum
 from oktopk.reducer import Reducer
 from oktopk.sparse import Sparse
-from oktopk.telemetry import StepRecord
+from oktopk.telemetry import CallbackSink, JsonlSink, MemorySink, StepRecord, Summary, TensorBoardSink
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Attached",
+    "CallbackSink",
     "Comm",
     "Dense",
     "GTopk",
     "GaussianK",
     "InputError",
+    "JsonlSink",
+    "MemorySink",
     "Metered",
     "MismatchError",
+    "Momentum",
     "NonFiniteError",
     "OkTopk",
     "OktopkError",
@@ -55,9 +63,15 @@ __all__ = [
     "Sparse",
     "StateError",
     "StepRecord",
+    "Summary",
+    "TensorBoardSink",
     "TopkA",
     "TopkDSA",
     "Traffic",
+    "attach",
+    "load_distributed",
     "make_algorithm",
     "run_local",
+    "save_distributed",
+    "small_or_vector",
 ]

@@ -29,7 +29,11 @@ class InputError(OktopkError, ValueError):
 
 
 class NonFiniteError(InputError):
-    """A gradient that holds NaN or Inf."""
+    """A gradient that holds NaN or Inf; `rank` and `index` say where, if it is known."""
+
+    def __init__(self, message: str, rank: int | None = None, index: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.index = rank, index
 
 
 class MismatchError(OktopkError, ValueError):

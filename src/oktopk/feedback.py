@@ -10,6 +10,8 @@ from torch import Tensor
 from oktopk.kernels import kernels_for
 from oktopk.sparse import Sparse
 
+EVERYTHING = slice(None)
+
 
 class Residual:
     """One rank's undelivered gradient, in two buffers: what is held, and the step being made of it.
@@ -23,19 +25,30 @@ class Residual:
         self.nonfinite_at = -1
         self._acc = torch.empty_like(self.held)
 
-    def accumulate_(self, grad: Tensor) -> Tensor:
-        """Return acc = grad + held, and set `nonfinite_at` to the index of its first NaN or Inf (-1: none)."""
-        self.nonfinite_at = kernels_for(grad.device).accumulate(grad, self.held, self._acc)
+    @property
+    def acc(self) -> Tensor:
+        """The step being made: what `accumulate_` wrote, then what `retain_` left of it."""
         return self._acc
 
-    def retain_(self, taken: Tensor | slice, returned: Sequence[Sparse | Tensor] = ()) -> None:
-        """Make acc what remains of it: `taken` is zeroed, then what was `returned` is added."""
-        self._acc[taken] = 0
+    def accumulate_(self, grad: Tensor, at: slice = EVERYTHING, scale: float = 1.0, decay: float = 1.0) -> Tensor:
+        """Return acc = decay * held + scale * grad (or the part of it `at` a slice).
+
+        Sets `nonfinite_at` to the index in acc of its first NaN or Inf (-1: none).
+        """
+        acc = self._acc[at]
+        bad = kernels_for(grad.device).accumulate(grad, self.held[at], acc, scale, decay)
+        self.nonfinite_at = bad + (at.start or 0) if bad >= 0 else -1
+        return acc
+
+    def retain_(self, taken: Tensor | slice, returned: Sequence[Sparse | Tensor] = (), at: slice = EVERYTHING) -> None:
+        """Make acc (or the part of it `at` a slice) what remains: `taken` is zeroed, what was `returned` is added."""
+        acc = self._acc[at]
+        acc[taken] = 0
         for part in returned:
             if isinstance(part, Sparse):
-                self._acc[part.index] += part.value
+                acc[part.index] += part.value
             else:
-                self._acc += part
+                acc += part
 
     def commit_(self) -> None:
         """Make what `retain_` left the residual that is held."""

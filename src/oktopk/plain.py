@@ -1,4 +1,4 @@
-"""State as plain data, for checkpoints: dataclasses become dicts of tensors and numbers, which nobody has to unpickle."""
+"""State as plain data, for checkpoints: dataclasses become dicts of tensors and numbers, safe to load."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def to_plain(state: Any) -> Any:
 
 def from_plain(state: Any, saved: Any) -> Any:
     """Return `state` with what `to_plain` saved in place of its own."""
+    if isinstance(state, (int, float)) and isinstance(saved, Tensor):
+        return type(state)(saved.item())
     if not is_dataclass(state):
         return to_plain(saved)
     names = [field.name for field in fields(state)]

@@ -16,6 +16,7 @@ from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
 from oktopk.plain import from_plain, to_plain
+from oktopk.select import num_selected
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
 from oktopk.wire import WORD_BYTES, round_to
@@ -169,7 +170,8 @@ class Reducer:
             step=self._step,
             phase="dense" if dense or (skipped and isinstance(self.algorithm, Dense)) else "sparse",
             numel=numel,
-            selected=_count(reduced, numel),
+            wanted=num_selected(numel, getattr(self.algorithm, "density", 1.0)),
+            selected=reduced.num_selected(numel),
             nnz=nnz,
             sparsity=sparsity_of(nnz, numel),
             compression_ratio=ratio_of(nnz, numel),
@@ -236,15 +238,6 @@ def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -
         return out, []
     lost = value - rounded.to(value.dtype)
     return out, [Sparse(total.index, lost, total.numel) if isinstance(total, Sparse) else lost]
-
-
-def _count(reduced: Reduced, numel: int) -> int:
-    """Return how many elements this rank chose, as the algorithm says, or as what was taken tells."""
-    if reduced.selected is not None:
-        return reduced.selected
-    if isinstance(reduced.taken, slice):
-        return len(range(numel)[reduced.taken])
-    return int(reduced.taken.sum()) if reduced.taken.dtype == torch.bool else len(reduced.taken)
 
 
 def _disagreement(what: str, column: Sequence[int]) -> str:

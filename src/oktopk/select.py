@@ -157,7 +157,7 @@ def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float
     """
     numel = len(acc)
     size = SAMPLE_HITS * numel // max(k, 1)
-    if size >= numel:
+    if size >= numel or k >= numel:
         return exact_threshold(acc, k, ranking)
     places = torch.randint(numel, (size,), generator=torch.Generator().manual_seed(seed)).to(acc.device)
     return kth_largest(ranking.score(acc[places], places), round(size * k / numel))

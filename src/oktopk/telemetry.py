@@ -1,12 +1,21 @@
-"""`StepRecord`: what one step did, measured."""
+"""`StepRecord`: what one step did, measured; the sinks it flows to; and the summary of many."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from oktopk.wire import WORD_BYTES
 
 PAIR_BYTES = 2 * WORD_BYTES
+
+_log = logging.getLogger("oktopk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +25,7 @@ class StepRecord:
     step                 from 0, skipped steps included
     phase                "dense" or "sparse"
     numel                elements of the gradient
+    wanted               k: elements that a sparse step is asked for; numel for a dense step
     selected             elements that this rank chose to send
     nnz                  elements of the result
     sparsity             1 - nnz / numel; 0.0 for a dense step
@@ -29,11 +39,13 @@ class StepRecord:
     threshold            the local threshold of this step, as a score; None if there was none
     global_threshold     the smallest score that was delivered, or the threshold for it; None if there was none
     skipped              the step was refused (non-finite) and nothing was delivered
+    buckets              the same for each group of parameters that was reduced together; empty for a `Reducer`
     """
 
     step: int
     phase: str
     numel: int
+    wanted: int
     selected: int
     nnz: int
     sparsity: float
@@ -47,6 +59,11 @@ class StepRecord:
     threshold: float | None = None
     global_threshold: float | None = None
     skipped: bool = False
+    buckets: tuple[StepRecord, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the record as one line."""
+        return json.dumps(asdict(self), allow_nan=False)
 
 
 def sparsity_of(nnz: int, numel: int) -> float:
@@ -59,3 +76,231 @@ def ratio_of(nnz: int, numel: int) -> float | None:
     if not numel:
         return 1.0
     return numel / nnz if nnz else None
+
+
+def total_of(parts: Sequence[StepRecord], *, step: int, phase: str, skipped: bool = False) -> StepRecord:
+    """Return the record of a step made of several reductions."""
+    numel, nnz = sum(part.numel for part in parts), sum(part.nnz for part in parts)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    sent: Counter[str] = Counter()
+    for part in parts:
+        sent.update(part.sent_by_phase)
+        for name, spent in part.seconds.items():
+            seconds[name] += spent
+    return StepRecord(
+        step=step,
+        phase=phase,
+        numel=numel,
+        wanted=sum(part.wanted for part in parts),
+        selected=sum(part.selected for part in parts),
+        nnz=nnz,
+        sparsity=sparsity_of(nnz, numel),
+        compression_ratio=ratio_of(nnz, numel),
+        nominal_bytes=sum(part.nominal_bytes for part in parts),
+        sent_bytes=sum(part.sent_bytes for part in parts),
+        received_bytes=sum(part.received_bytes for part in parts),
+        messages=sum(part.messages for part in parts),
+        seconds=dict(seconds),
+        sent_by_phase=dict(sent),
+        threshold=_mean([part.threshold for part in parts]),
+        global_threshold=_mean([part.global_threshold for part in parts]),
+        skipped=skipped,
+        buckets=tuple(parts),
+    )
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+class MemorySink:
+    """Keeps the records in a list."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        self.records.append(record)
+
+    def close(self) -> None:
+        """See `Sink`."""
+
+
+class CallbackSink:
+    """Hands the records to a function."""
+
+    def __init__(self, callback: Callable[[StepRecord], object]) -> None:
+        self._callback = callback
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        self._callback(record)
+
+    def close(self) -> None:
+        """See `Sink`."""
+
+
+class JsonlSink:
+    """Appends one JSON line a record, flushed every step: a killed job's file is whole up to its last line."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Writes the figures of each step as TensorBoard scalars. Needs `pip install oktopk[train]`."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoardSink needs TensorBoard: pip install 'oktopk[train]'") from error
+        self._writer: Any = SummaryWriter(str(directory))
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        for name in ("sparsity", "compression_ratio", "selected", "nnz", "sent_bytes", "received_bytes", "threshold"):
+            value = getattr(record, name)
+            if value is not None:
+                self._writer.add_scalar(f"oktopk/{name}", value, record.step)
+        for phase, seconds in record.seconds.items():
+            self._writer.add_scalar(f"oktopk/seconds/{phase}", seconds, record.step)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._writer.close()
+
+
+class Sinks:
+    """Several sinks, none of which can break training: one that fails is reported once and dropped."""
+
+    def __init__(self, sinks: Sequence[Sink | Callable[[StepRecord], object]]) -> None:
+        self._sinks: list[Sink] = [_as_sink(sink) for sink in sinks]
+
+    def write(self, record: StepRecord) -> None:
+        """Hand the record to every sink."""
+        for sink in list(self._sinks):
+            try:
+                sink.write(record)
+            except Exception as error:  # whatever a user's sink raises, training goes on without it
+                self._sinks.remove(sink)
+                _log.warning("sink %s failed and gets no more records: %r", type(sink).__name__, error)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:  # as above
+                _log.warning("sink %s failed to close: %r", type(sink).__name__, error)
+
+
+def _as_sink(sink: Sink | Callable[[StepRecord], object]) -> Sink:
+    return sink if hasattr(sink, "write") else CallbackSink(sink)  # type: ignore[return-value]
+
+
+@dataclass
+class PhaseSummary:
+    """The steps of one phase. A mean over nothing is None, and shown as n/a."""
+
+    steps: int = 0
+    skipped: int = 0
+    numel: int = 0
+    nnz: int = 0
+    wanted: int = 0
+    selected: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_(self, record: StepRecord) -> None:
+        """Count a step; one that was skipped delivered nothing, and is in no mean."""
+        self.steps += 1
+        self.sent_bytes += record.sent_bytes
+        self.received_bytes += record.received_bytes
+        for name, spent in record.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        if record.skipped:
+            self.skipped += 1
+            return
+        self.numel += record.numel
+        self.nnz += record.nnz
+        self.wanted += record.wanted
+        self.selected += record.selected
+
+    @property
+    def sparsity(self) -> float | None:
+        """1 - nnz / numel over all steps."""
+        return sparsity_of(self.nnz, self.numel) if self.numel else None
+
+    @property
+    def compression_ratio(self) -> float | None:
+        """numel / nnz over all steps."""
+        return ratio_of(self.nnz, self.numel) if self.numel else None
+
+    @property
+    def selected_per_wanted(self) -> float | None:
+        """selected / k over all steps."""
+        return self.selected / self.wanted if self.wanted else None
+
+
+@dataclass
+class Summary:
+    """All steps so far, by phase. `print(summary)` shows it."""
+
+    dense: PhaseSummary = field(default_factory=PhaseSummary)
+    sparse: PhaseSummary = field(default_factory=PhaseSummary)
+
+    def add_(self, record: StepRecord) -> None:
+        """Count a step."""
+        (self.dense if record.phase == "dense" else self.sparse).add_(record)
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+        return self.dense.steps + self.sparse.steps
+
+    @property
+    def nonfinite(self) -> int:
+        """Steps that were skipped because a gradient was not finite."""
+        return self.dense.skipped + self.sparse.skipped
+
+    def __str__(self) -> str:
+        names = ("steps", "sparsity", "compression_ratio", "selected_per_wanted", "sent_bytes", "received_bytes")
+        rows = [(name, getattr(self.dense, name), getattr(self.sparse, name)) for name in names]
+        for name in sorted({*self.dense.seconds, *self.sparse.seconds}):
+            rows.append((f"seconds in {name}", self.dense.seconds.get(name), self.sparse.seconds.get(name)))
+        lines = [f"{'':24}{'dense':>16}{'sparse':>16}"]
+        lines += [f"{name:24}{_shown(dense):>16}{_shown(sparse):>16}" for name, dense, sparse in rows]
+        lines.append(f"compression was active on {self.sparse.steps} of {self.steps} steps")
+        if self.nonfinite:
+            lines.append(f"skipped {self.nonfinite} steps with a non-finite gradient")
+        return "\n".join(lines)
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

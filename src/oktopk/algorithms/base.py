@@ -47,6 +47,14 @@ class Reduced:
     threshold: float | None = None
     global_threshold: float | None = None
 
+    def num_selected(self, numel: int) -> int:
+        """Return how many elements this rank chose, as the algorithm says, or as what was taken tells."""
+        if self.selected is not None:
+            return self.selected
+        if isinstance(self.taken, slice):
+            return len(range(numel)[self.taken])
+        return int(self.taken.sum()) if self.taken.dtype == torch.bool else len(self.taken)
+
 
 class Algorithm(Protocol):
     """Anything with these two methods is an algorithm."""
@@ -103,7 +111,9 @@ class Verdict:
             if reason == Verdict.NON_FINITE:
                 raise NonFiniteError(
                     f"rank {rank}: the gradient plus its residual is not finite at index {detail} of {numel}; "
-                    f"nothing was sent, and the residual is as it was before this step"
+                    f"nothing was sent, and the residual is as it was before this step",
+                    rank=rank,
+                    index=detail,
                 )
             if reason == Verdict.WRONG_NUMEL:
                 raise MismatchError(
@@ -114,7 +124,7 @@ class Verdict:
 
 
 def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, verdict: int) -> Reduced:
-    """Reduce, or raise on every rank, once all know each other's verdicts: from the algorithm's messages, or from ours."""
+    """Reduce, or raise on every rank, once all know all verdicts: from the algorithm's messages, or from ours."""
     if getattr(algorithm, "carries_verdict", False):
         state.verdict = verdict
     else:

@@ -96,7 +96,7 @@ class _NamingTheCulprit:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise PeerError(self._cause() or f"a collective failed: {error}") from error
+            raise PeerError(self._cause() or f"another rank died, left or was cut off: {error}") from error
 
     def _cause(self) -> str | None:
         store = self.group.get_group_store()

@@ -1,0 +1,101 @@
+"""Residuals in a sharded checkpoint, for the same or another number of ranks, through `torch.distributed.checkpoint`.
+
+What is pending is the mean over ranks of their residuals: it is what the next updates owe to the past. At the same
+world size every rank gets its own residual back, and goes on bit for bit. At another one every rank gets that mean, so
+that the mean over the new ranks is the same.
+
+`torch.distributed.checkpoint` keeps its table of contents as a pickle: load only checkpoints that you trust. The file
+that `Attached.state_dict` makes with `torch.save` loads with `weights_only=True`, and has no such table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from oktopk.ddp import VERSION, Attached
+from oktopk.errors import StateError
+
+SHARED = ("version", "size", "step")
+
+
+def save_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
+    """Write every rank's residuals and algorithm state into the directory `path`. All ranks call this alike."""
+    state = attached.state_dict()
+    mine = {f"rank{state['rank']}.{key}": tensor for key, tensor in _flatten(_own_part(state))}
+    shared = {key: torch.tensor(state[key]) for key in SHARED}
+    save({**mine, **shared}, checkpoint_id=path, process_group=attached.group)
+
+
+def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
+    """Go on from what `save_distributed` wrote, whatever the number of ranks was. All ranks call this alike."""
+    contents = FileSystemReader(path).read_metadata().state_dict_metadata
+    if "version" not in contents or "size" not in contents:
+        raise StateError(f"{path} has no residuals saved by save_distributed")
+    shared = _load(path, contents, list(SHARED), attached)
+    if int(shared["version"]) != VERSION:
+        raise StateError(f"wanted a checkpoint of version {VERSION}, not of version {int(shared['version'])}")
+    size, step, rank = int(shared["size"]), int(shared["step"]), attached.rank
+    if size == attached.size:
+        own = _nest(_load_rank(path, contents, rank, attached))
+        attached.load_pending(own["residual"], own.get("velocity", {}), step)
+        attached.load_lanes(own.get("lanes", {}))
+    else:
+        mean = _nest(_mean_over_ranks(path, contents, size, attached))
+        attached.load_pending(mean["residual"], mean.get("velocity", {}), step)
+
+
+def _own_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    lanes = {str(i): lane["state"] for i, lane in enumerate(state["lanes"]) if lane["state"] is not None}
+    return {"residual": state["residual"], "velocity": state["velocity"], "lanes": lanes}
+
+
+def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, attached: Attached) -> dict[str, Tensor]:
+    """Return the mean of all ranks' residuals and velocities, one old rank at a time."""
+    total: dict[str, Tensor] = {}
+    for rank in range(size):
+        for key, tensor in _load_rank(path, contents, rank, attached, skip="lanes").items():
+            total[key] = total[key] + tensor / size if key in total else tensor / size
+    return total
+
+
+def _load_rank(
+    path: Any, contents: Mapping[str, Any], rank: int, attached: Attached, skip: str = ""
+) -> dict[str, Tensor]:
+    prefix = f"rank{rank}."
+    names = [key for key in contents if key.startswith(prefix) and not (skip and key.startswith(prefix + skip))]
+    return {key.removeprefix(prefix): tensor for key, tensor in _load(path, contents, names, attached).items()}
+
+
+def _load(path: Any, contents: Mapping[str, Any], names: list[str], attached: Attached) -> dict[str, Tensor]:
+    wanted = {name: torch.empty(contents[name].size, dtype=contents[name].properties.dtype) for name in names}
+    load(wanted, checkpoint_id=path, process_group=attached.group)
+    return wanted
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield ("a/b", tensor) for every leaf; numbers become tensors."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def _nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tree that `_flatten` took apart."""
+    tree: dict[str, Any] = {}
+    for path, tensor in flat.items():
+        *branches, leaf = path.split("/")
+        node = tree
+        for branch in branches:
+            node = node.setdefault(branch, {})
+        node[leaf] = tensor
+    return tree

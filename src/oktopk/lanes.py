@@ -1,0 +1,316 @@
+"""Lanes: the parameters that are reduced together, and what is kept for each of them.
+
+DDP's buckets are no place for state: it rebuilds them after the first step, and another `bucket_cap_mb` makes others. A
+lane is a fixed group of parameters, in the order in which backward reaches them; whatever bucket brings a parameter's
+gradient, it goes to that parameter's place in its lane. So residuals are kept by parameter, and what is sent does not
+depend on how DDP cuts its buckets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms import Algorithm
+from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine
+from oktopk.comm import Metered
+from oktopk.errors import NonFiniteError
+from oktopk.feedback import Residual
+from oktopk.plain import from_plain, to_plain
+from oktopk.select import num_selected
+from oktopk.sparse import Sparse
+from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
+from oktopk.wire import WORD_BYTES, round_to
+
+FIRST_LANE_BYTES = 1 << 20
+"""The first lane is small, as DDP's first bucket is, so that the exchange starts early."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter's place: its name and length."""
+
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """DGC's momentum correction: momentum is accumulated on each rank, before selection, in place of the optimizer's.
+
+    factor     as in SGD; the optimizer then has none
+    masking    what was delivered loses its momentum here, so that a stale direction is not followed
+    """
+
+    factor: float = 0.9
+    masking: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all lanes do in one step."""
+
+    step: int
+    algorithm: Algorithm | None  # None: this step is dense
+    loss_scale: float = 1.0
+    clip: float = 1.0  # factor on this rank's gradient
+    momentum: Momentum | None = None
+    may_be_unused: bool = False
+
+
+class Lane:
+    """A group of parameters of one dtype on one device: sparse ones first, then those that travel dense."""
+
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        numel = sum(piece.numel for piece in pieces)
+        self.dtype = dtype
+        self.residual = Residual(numel, wide, device)
+        self.velocity: Residual | None = None
+        self.state: Any = None
+        self._state_of: tuple[Any, ...] = ()
+        self._pieces: list[Piece] = list(pieces)
+        self._num_sparse = 0
+        self._pending = False  # whether the residual may hold anything
+        self._spans = _spans(self._pieces)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in their order in the lane."""
+        return [piece.name for piece in self._pieces]
+
+    @property
+    def dense_names(self) -> list[str]:
+        """The parameters that travel dense on every step."""
+        return [name for name, span in self._spans.items() if span.start >= self._num_sparse]
+
+    def lay_out_(self, travels_dense: Callable[[str], bool]) -> None:
+        """Put the sparse parameters first; every residual keeps to its parameter."""
+        saved = self.by_name()
+        self._pieces.sort(key=lambda piece: travels_dense(piece.name))
+        sparse = [piece.numel for piece in self._pieces if not travels_dense(piece.name)]
+        if sum(sparse) != self._num_sparse:
+            self.state = None
+        self._num_sparse, self._spans = sum(sparse), _spans(self._pieces)
+        self.load_by_name_(saved)
+
+    def by_name(self) -> dict[str, dict[str, Tensor]]:
+        """Return a copy of what is held for each parameter, flat."""
+        kept = {"residual": {name: self.residual.held[span].clone() for name, span in self._spans.items()}}
+        if self.velocity is not None:
+            kept["velocity"] = {name: self.velocity.held[span].clone() for name, span in self._spans.items()}
+        return kept
+
+    def load_by_name_(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Hold what `by_name` returned."""
+        for name, span in self._spans.items():
+            self.residual.held[span] = saved["residual"][name]
+            if "velocity" in saved and name in saved["velocity"]:
+                self._velocity().held[span] = saved["velocity"][name]
+        self._pending = bool(self.residual.held.any())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the algorithm's state, with the order of parameters that it is for."""
+        return {"names": self.names, "state": to_plain(self.state)}
+
+    def load_state_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: Metered) -> None:
+        """Go on with a saved algorithm state, which was for these parameters in this order."""
+        self._prepare(algorithm, comm)
+        self.state = from_plain(self.state, saved)
+
+    def reduce_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> StepRecord:
+        """Replace the gradients by the mean over ranks of what this step delivers; nothing is committed yet."""
+        split = 0 if plan.algorithm is None else self._num_sparse
+        with comm.phase("accumulate"):
+            first_bad = self._accumulate_(grads, plan)
+        silent = self._silent(grads, comm) if plan.may_be_unused else []
+        for name in silent:
+            self.residual.acc[self._spans[name]] = 0
+        try:
+            reduced = self._reduce_sparse(split, plan, comm, first_bad)
+            self._reduce_dense_(split, comm, first_bad)
+        except NonFiniteError as error:
+            raise self._naming_the_parameter(error) from None
+        with comm.phase("apply"):
+            self._deliver_(grads, split, reduced, plan, comm.size)
+            for name in silent:
+                self._undo_(self._spans[name])
+        return self._record(split, reduced, plan, comm)
+
+    def refused(self, plan: Plan, comm: Metered) -> StepRecord:
+        """Return the record of a step that this lane refused: nothing was delivered."""
+        none = Reduced(Sparse.empty(0, self.residual.held), slice(0), selected=0)
+        return replace(self._record(self.residual.held.numel(), none, plan, comm), skipped=True)
+
+    def commit_(self, plan: Plan) -> None:
+        """Make this step's residual the one that is held."""
+        self.residual.commit_()
+        if self.velocity is not None and plan.momentum is not None:
+            self.velocity.commit_()
+        self._pending = self._pending or plan.algorithm is not None
+        if plan.algorithm is None and not plan.may_be_unused:
+            self._pending = False
+
+    def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan) -> int:
+        """Make acc of this step's gradients; return the index of its first NaN or Inf, or -1."""
+        scale, bad = plan.clip / plan.loss_scale, []
+        for name, span in self._spans.items():
+            grad, grad_scale = grads[name], scale
+            if plan.momentum is not None:
+                grad = self._velocity().accumulate_(grad, span, grad_scale, plan.momentum.factor)
+                grad_scale = 1.0
+            if plan.algorithm is None and not self._pending:
+                # Dense and nothing held back: the sum will show what is not finite, so one pass less.
+                torch.mul(grad, grad_scale, out=self.residual.acc[span])
+                continue
+            self.residual.accumulate_(grad, span, grad_scale)
+            bad.append(self.residual.nonfinite_at)
+        return min((index for index in bad if index >= 0), default=-1)
+
+    def _silent(self, grads: Mapping[str, Tensor], comm: Metered) -> list[str]:
+        """Return the parameters without a gradient on any rank: DDP would drop what is delivered to them."""
+        heard = torch.tensor([int(bool(grads[name].any())) for name in self.names])
+        with comm.phase("agree"):
+            heard = comm.all_reduce(heard.to(self.residual.held.device))
+        return [name for name, count in zip(self.names, heard.tolist(), strict=True) if not count]
+
+    def _reduce_sparse(self, split: int, plan: Plan, comm: Metered, first_bad: int) -> Reduced | None:
+        if not split:
+            return None
+        assert plan.algorithm is not None
+        self._prepare(plan.algorithm, comm)
+        verdict = Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
+        return reduce_if_fine(plan.algorithm, self.residual.acc[:split], self.state, comm, verdict)
+
+    def _reduce_dense_(self, split: int, comm: Metered, first_bad: int) -> None:
+        """Sum the parameters that travel dense. All ranks see alike whether that sum is finite."""
+        side = self.residual.acc[split:]
+        if not len(side):
+            return
+        with comm.phase("side"):
+            comm.all_reduce(side)
+        if math.isfinite(float(side.dot(side))) or bool(side.isfinite().all()):
+            return
+        bad = int(side.isfinite().logical_not().nonzero()[0]) + split
+        verdict = Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
+        with comm.phase("agree"):
+            verdicts = comm.all_gather(torch.tensor([verdict], device=side.device)).view(-1).tolist()
+        Verdict.raise_if_any(verdicts, self.residual.held.numel())
+        raise NonFiniteError("the sum over ranks is not finite", index=bad)
+
+    def _deliver_(
+        self, grads: Mapping[str, Tensor], split: int, reduced: Reduced | None, plan: Plan, size: int
+    ) -> None:
+        """Write the mean into the gradients, and make acc what remains."""
+        acc, factor = self.residual.acc, plan.loss_scale / size
+        for name, span in self._spans.items():
+            if span.start >= split:
+                torch.mul(acc[span], factor, out=grads[name])
+        acc[split:] = 0
+        if reduced is None:
+            return
+        sparse = [(span, grads[name]) for name, span in self._spans.items() if span.start < split]
+        lost = _write_mean_(reduced.sum, sparse, factor)
+        rounding = [] if lost is None else [Sparse(lost.index, lost.value / plan.loss_scale, lost.numel)]
+        self.residual.retain_(reduced.taken, (*reduced.returned, *rounding), slice(0, split))
+        if self.velocity is not None and plan.momentum is not None and plan.momentum.masking:
+            self.velocity.retain_(reduced.taken, at=slice(0, split))
+
+    def _undo_(self, span: slice) -> None:
+        self.residual.acc[span] = self.residual.held[span]
+        if self.velocity is not None:
+            self.velocity.acc[span] = self.velocity.held[span]
+
+    def _record(self, split: int, reduced: Reduced | None, plan: Plan, comm: Metered) -> StepRecord:
+        numel, side = self.residual.held.numel(), self.residual.held.numel() - split
+        pairs = reduced.sum.nnz if reduced is not None and isinstance(reduced.sum, Sparse) else 0
+        nnz = side + (pairs if reduced is None or isinstance(reduced.sum, Sparse) else split)
+        density = getattr(plan.algorithm, "density", 1.0)
+        traffic = comm.take()
+        return StepRecord(
+            step=plan.step,
+            phase="dense" if plan.algorithm is None else "sparse",
+            numel=numel,
+            wanted=side + num_selected(split, density),
+            selected=side + (0 if reduced is None else reduced.num_selected(split)),
+            nnz=nnz,
+            sparsity=sparsity_of(nnz, numel),
+            compression_ratio=ratio_of(nnz, numel),
+            nominal_bytes=pairs * PAIR_BYTES + (nnz - pairs) * WORD_BYTES,
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            messages=traffic.messages,
+            seconds=dict(traffic.phase_seconds),
+            sent_by_phase=traffic.sent_by_phase,
+            threshold=None if reduced is None else reduced.threshold,
+            global_threshold=None if reduced is None else reduced.global_threshold,
+        )
+
+    def _prepare(self, algorithm: Algorithm, comm: Metered) -> None:
+        """Make a state for this algorithm, if there is none for one of its kind."""
+        kind = (type(algorithm), getattr(algorithm, "mode", None), getattr(algorithm, "ranking", None))
+        if self.state is not None and kind == self._state_of:
+            return
+        extra = {}
+        if "segments" in inspect.signature(algorithm.init).parameters:
+            extra["segments"] = [
+                span.stop - span.start for span in self._spans.values() if span.start < self._num_sparse
+            ]
+        self.state, self._state_of = algorithm.init(self._num_sparse, comm, **extra), kind
+
+    def _velocity(self) -> Residual:
+        if self.velocity is None:
+            held = self.residual.held
+            self.velocity = Residual(held.numel(), held.dtype, held.device)
+        return self.velocity
+
+    def _naming_the_parameter(self, error: NonFiniteError) -> NonFiniteError:
+        if error.index is None:
+            return error
+        name = next(name for name, span in self._spans.items() if error.index < span.stop)
+        who = "the sum over ranks" if error.rank is None else f"rank {error.rank}: the gradient"
+        return NonFiniteError(f"{who} of {name!r} is not finite", error.rank, error.index)
+
+
+def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list[Lane]:
+    """Return lanes of about `cap_bytes` each, in the reverse order of the parameters: the order of backward."""
+    lanes, open_lanes = list[Lane](), dict[tuple[torch.dtype, torch.device], list[Piece]]()
+    limit = min(FIRST_LANE_BYTES, cap_bytes)
+    for name, parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        pieces = open_lanes.setdefault(kind, [])
+        pieces.append(Piece(name, parameter.numel()))
+        if sum(piece.numel for piece in pieces) * parameter.element_size() >= limit:
+            lanes.append(Lane(open_lanes.pop(kind), *kind))
+            limit = cap_bytes
+    return lanes + [Lane(pieces, *kind) for kind, pieces in open_lanes.items()]
+
+
+def _spans(pieces: Sequence[Piece]) -> dict[str, slice]:
+    ends = list(accumulate((piece.numel for piece in pieces), initial=0))
+    return {piece.name: slice(low, high) for piece, low, high in zip(pieces, ends, ends[1:], strict=False)}
+
+
+def _write_mean_(total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], factor: float) -> Sparse | None:
+    """Write total * factor into the gradients; return what rounding to their dtype lost, if that is narrower."""
+    if isinstance(total, Tensor):
+        for span, grad in grads:
+            torch.mul(total[span], factor, out=grad)
+        return None
+    value = total.value * factor
+    rounded = round_to(value, grads[0][1].dtype)
+    cuts = torch.tensor([span.start for span, _ in grads] + [total.numel], device=total.index.device)
+    ends = torch.searchsorted(total.index, cuts).tolist()
+    for (span, grad), i, j in zip(grads, ends, ends[1:], strict=False):
+        grad.zero_()
+        grad[total.index[i:j] - span.start] = rounded[i:j]
+    if rounded.dtype == value.dtype:
+        return None
+    return Sparse(total.index, value - rounded.to(value.dtype), total.numel)
