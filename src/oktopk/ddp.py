@@ -10,6 +10,7 @@ import math
 import sys
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import timedelta
@@ -36,6 +37,8 @@ from oktopk.worker import Worker
 
 VERSION = 1
 SMALL = 16_384
+PLAIN_UNDER_WAY = 2
+"""Dense sums under way at a time while the next bucket is awaited: as many as gloo has threads."""
 
 Exclusion = str | Callable[[str, Tensor], bool]
 
@@ -139,6 +142,7 @@ class _Step:
     plan: Plan
     buckets: list[_Bucket] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
+    under_way: deque[tuple[Lane, dict[str, Tensor], Callable[[], StepRecord]]] = field(default_factory=deque)
     nonfinite: NonFiniteError | None = None
 
 
@@ -368,8 +372,17 @@ class Attached:
         for lane in complete:
             self._waiting.remove(lane)
             grads = {name: self._arrived[name] for name in lane.names}
+            step.under_way.append((lane, grads, lane.start_(grads, step.plan, self._comm)))
+            self._finish(step, keep=PLAIN_UNDER_WAY if step.plan.is_plain else 0)
+        if bucket.is_last:
+            self._finish(step, keep=0)
+
+    def _finish(self, step: _Step, keep: int) -> None:
+        """End the reductions that were started first, but for the last `keep`."""
+        while len(step.under_way) > keep:
+            lane, grads, end = step.under_way.popleft()
             try:
-                step.records.append(lane.reduce_(grads, step.plan, self._comm))
+                step.records.append(end())
             except NonFiniteError as error:
                 step.nonfinite = step.nonfinite or error
                 step.records.append(lane.refused(step.plan, self._comm))

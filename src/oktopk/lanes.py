@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from oktopk.algorithms import Algorithm
 from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine
-from oktopk.comm import Metered
+from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
+from oktopk.kernels.reference import first_nonfinite
 from oktopk.plain import from_plain, to_plain
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
@@ -64,6 +66,11 @@ class Plan:
     momentum: Momentum | None = None
     may_be_unused: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this step, where nothing is held back, is what DDP would do."""
+        return self.algorithm is None and self.momentum is None
+
 
 class Lane:
     """A group of parameters of one dtype on one device: sparse ones first, then those that travel dense."""
@@ -79,11 +86,12 @@ class Lane:
         self._pieces: list[Piece] = list(pieces)
         self._num_sparse = 0
         self._pending = False  # whether the residual may hold anything
+        self._made = False  # whether this step made an acc to commit
         self._spans = _spans(self._pieces)
 
     @property
     def names(self) -> list[str]:
-        """The parameters, in their order in the lane."""
+        """The parameters, in the order in which backward reaches them."""
         return [piece.name for piece in self._pieces]
 
     @property
@@ -94,11 +102,11 @@ class Lane:
     def lay_out_(self, travels_dense: Callable[[str], bool]) -> None:
         """Put the sparse parameters first; every residual keeps to its parameter."""
         saved = self.by_name()
-        self._pieces.sort(key=lambda piece: travels_dense(piece.name))
-        sparse = [piece.numel for piece in self._pieces if not travels_dense(piece.name)]
-        if sum(sparse) != self._num_sparse:
+        dense = {piece.name for piece in self._pieces if travels_dense(piece.name)}
+        if dense != set(self.dense_names):
             self.state = None
-        self._num_sparse, self._spans = sum(sparse), _spans(self._pieces)
+        self._spans = _spans(sorted(self._pieces, key=lambda piece: piece.name in dense))
+        self._num_sparse = sum(piece.numel for piece in self._pieces if piece.name not in dense)
         self.load_by_name_(saved)
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
@@ -125,52 +133,54 @@ class Lane:
         self._prepare(algorithm, comm)
         self.state = from_plain(self.state, saved)
 
-    def reduce_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> StepRecord:
-        """Replace the gradients by the mean over ranks of what this step delivers; nothing is committed yet."""
+    def start_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
+        """Begin to replace the gradients by the mean over ranks of what this step delivers; return what ends it.
+
+        Where DDP would just sum, the sum is under way when this returns; all else is done at the end. Nothing is
+        committed yet.
+        """
+        self._made = not (plan.is_plain and not self._pending)
+        end = partial(self._reduce_, grads, plan, comm) if self._made else self._start_plain_(grads, plan, comm)
+        return partial(self._naming_the_parameter, end)
+
+    def _reduce_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> StepRecord:
         split = 0 if plan.algorithm is None else self._num_sparse
         with comm.phase("accumulate"):
             first_bad = self._accumulate_(grads, plan)
         silent = self._silent(grads, comm) if plan.may_be_unused else []
         for name in silent:
             self.residual.acc[self._spans[name]] = 0
-        try:
-            reduced = self._reduce_sparse(split, plan, comm, first_bad)
-            self._reduce_dense_(split, comm, first_bad)
-        except NonFiniteError as error:
-            raise self._naming_the_parameter(error) from None
+        reduced = self._reduce_sparse(split, plan, comm, first_bad)
+        self._reduce_dense_(split, comm, first_bad)
         with comm.phase("apply"):
             self._deliver_(grads, split, reduced, plan, comm.size)
             for name in silent:
                 self._undo_(self._spans[name])
-        return self._record(split, reduced, plan, comm)
+        return self._record(split, reduced, plan, comm.take())
 
     def refused(self, plan: Plan, comm: Metered) -> StepRecord:
         """Return the record of a step that this lane refused: nothing was delivered."""
         none = Reduced(Sparse.empty(0, self.residual.held), slice(0), selected=0)
-        return replace(self._record(self.residual.held.numel(), none, plan, comm), skipped=True)
+        return replace(self._record(self.residual.held.numel(), none, plan, comm.take()), skipped=True)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""
+        if not self._made:
+            return
         self.residual.commit_()
         if self.velocity is not None and plan.momentum is not None:
             self.velocity.commit_()
-        self._pending = self._pending or plan.algorithm is not None
-        if plan.algorithm is None and not plan.may_be_unused:
-            self._pending = False
+        # A parameter that no rank used in a dense step has kept its residual.
+        self._pending = plan.algorithm is not None or (plan.may_be_unused and bool(self.residual.held.any()))
 
     def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan) -> int:
         """Make acc of this step's gradients; return the index of its first NaN or Inf, or -1."""
-        scale, bad = plan.clip / plan.loss_scale, []
+        bad = []
         for name, span in self._spans.items():
-            grad, grad_scale = grads[name], scale
+            grad, scale = grads[name], plan.clip / plan.loss_scale
             if plan.momentum is not None:
-                grad = self._velocity().accumulate_(grad, span, grad_scale, plan.momentum.factor)
-                grad_scale = 1.0
-            if plan.algorithm is None and not self._pending:
-                # Dense and nothing held back: the sum will show what is not finite, so one pass less.
-                torch.mul(grad, grad_scale, out=self.residual.acc[span])
-                continue
-            self.residual.accumulate_(grad, span, grad_scale)
+                grad, scale = self._velocity().accumulate_(grad, span, scale, plan.momentum.factor), 1.0
+            self.residual.accumulate_(grad, span, scale)
             bad.append(self.residual.nonfinite_at)
         return min((index for index in bad if index >= 0), default=-1)
 
@@ -196,14 +206,53 @@ class Lane:
             return
         with comm.phase("side"):
             comm.all_reduce(side)
-        if math.isfinite(float(side.dot(side))) or bool(side.isfinite().all()):
-            return
-        bad = int(side.isfinite().logical_not().nonzero()[0]) + split
+        if not _is_finite(side):
+            self._refuse(first_bad, comm)
+
+    def _start_plain_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
+        """Do what DDP would: nothing is held back, so the gradients themselves are summed, where they lie together."""
+        together = _lie_together([grads[name] for name in self.names])
+        side = torch.cat([grads[name] for name in self.names]) if together is None else together
+        with comm.phase("side"):
+            first_bad = -1 if _is_finite(side) else self._first_bad(grads)
+            pending = comm.start_all_reduce(side)
+        started = comm.take()
+
+        def end() -> StepRecord:
+            with comm.phase("side"):
+                pending.wait()
+            self._end_plain_(grads, side, together is None, first_bad, comm)
+            started.add_(comm.take())
+            return self._record(0, None, plan, started)
+
+        return end
+
+    def _end_plain_(
+        self, grads: Mapping[str, Tensor], side: Tensor, apart: bool, first_bad: int, comm: Metered
+    ) -> None:
+        if not _is_finite(side):
+            self._refuse(first_bad, comm)
+        with comm.phase("apply"):
+            side.mul_(1 / comm.size)
+            means = torch.split(side, [piece.numel for piece in self._pieces]) if apart else ()
+            for name, mean in zip(self.names, means, strict=False):
+                grads[name].copy_(mean)
+
+    def _first_bad(self, grads: Mapping[str, Tensor]) -> int:
+        """Return the place in acc of the first NaN or Inf, or -1."""
+        for name, span in self._spans.items():
+            bad = first_nonfinite(grads[name])
+            if bad >= 0:
+                return bad + int(span.start)
+        return -1
+
+    def _refuse(self, first_bad: int, comm: Metered) -> None:
+        """Raise, on all ranks alike, whose gradient it was that made a sum not finite."""
         verdict = Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
         with comm.phase("agree"):
-            verdicts = comm.all_gather(torch.tensor([verdict], device=side.device)).view(-1).tolist()
+            verdicts = comm.all_gather(torch.tensor([verdict], device=self.residual.held.device)).view(-1).tolist()
         Verdict.raise_if_any(verdicts, self.residual.held.numel())
-        raise NonFiniteError("the sum over ranks is not finite", index=bad)
+        raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is")
 
     def _deliver_(
         self, grads: Mapping[str, Tensor], split: int, reduced: Reduced | None, plan: Plan, size: int
@@ -228,12 +277,11 @@ class Lane:
         if self.velocity is not None:
             self.velocity.acc[span] = self.velocity.held[span]
 
-    def _record(self, split: int, reduced: Reduced | None, plan: Plan, comm: Metered) -> StepRecord:
+    def _record(self, split: int, reduced: Reduced | None, plan: Plan, traffic: Traffic) -> StepRecord:
         numel, side = self.residual.held.numel(), self.residual.held.numel() - split
         pairs = reduced.sum.nnz if reduced is not None and isinstance(reduced.sum, Sparse) else 0
         nnz = side + (pairs if reduced is None or isinstance(reduced.sum, Sparse) else split)
         density = getattr(plan.algorithm, "density", 1.0)
-        traffic = comm.take()
         return StepRecord(
             step=plan.step,
             phase="dense" if plan.algorithm is None else "sparse",
@@ -271,12 +319,16 @@ class Lane:
             self.velocity = Residual(held.numel(), held.dtype, held.device)
         return self.velocity
 
-    def _naming_the_parameter(self, error: NonFiniteError) -> NonFiniteError:
-        if error.index is None:
-            return error
-        name = next(name for name, span in self._spans.items() if error.index < span.stop)
-        who = "the sum over ranks" if error.rank is None else f"rank {error.rank}: the gradient"
-        return NonFiniteError(f"{who} of {name!r} is not finite", error.rank, error.index)
+    def _naming_the_parameter(self, end: Callable[[], StepRecord]) -> StepRecord:
+        """Return what `end` does; what is not finite is told by parameter, not by its index in the lane."""
+        try:
+            return end()
+        except NonFiniteError as error:
+            if error.index is None:
+                raise
+            index, rank = error.index, error.rank
+        name = next(name for name, span in self._spans.items() if index < span.stop)
+        raise NonFiniteError(f"rank {rank}: the gradient of {name!r} is not finite", rank, index)
 
 
 def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list[Lane]:
@@ -296,6 +348,21 @@ def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list
 def _spans(pieces: Sequence[Piece]) -> dict[str, slice]:
     ends = list(accumulate((piece.numel for piece in pieces), initial=0))
     return {piece.name: slice(low, high) for piece, low, high in zip(pieces, ends, ends[1:], strict=False)}
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all of it is; a sum of squares tells in one pass, unless it overflows."""
+    return math.isfinite(float(tensor.dot(tensor))) or first_nonfinite(tensor) < 0
+
+
+def _lie_together(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensors as one, if each begins where the one before it ends."""
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return None
+        end += tensor.numel() * tensor.element_size()
+    return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
 def _write_mean_(total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], factor: float) -> Sparse | None:

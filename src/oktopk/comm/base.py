@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,17 @@ class Pending(Protocol):
 
     def wait(self) -> Tensor:
         """Return what arrived."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A message that is here already."""
+
+    block: Tensor
+
+    def wait(self) -> Tensor:
+        """Return it."""
+        return self.block
 
 
 class Comm(Protocol):
@@ -30,6 +42,9 @@ class Comm(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, in place, with the same bits on all of them."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Start an `all_reduce`; several may be under way."""
 
     def all_gather(self, block: Tensor) -> Tensor:
         """Return all ranks' blocks, of one size, in rank order: shape (P, len(block))."""
@@ -56,6 +71,10 @@ class Collectives:
     rank: int
     size: int
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Comm`."""
+        raise NotImplementedError
+
     def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
         raise NotImplementedError
@@ -67,6 +86,10 @@ class Collectives:
         sizes = torch.tensor(send, dtype=torch.int64, device=blocks[0].device)
         receive = self.all_to_all(sizes, ones, ones).tolist()
         return list(torch.split(self.all_to_all(torch.cat(list(blocks)), send, receive), receive))
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """See `Comm`: where nothing can be started, it is done at once."""
+        return Arrived(self.all_reduce(tensor))
 
     def phase(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """See `Comm`."""

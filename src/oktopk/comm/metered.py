@@ -91,12 +91,22 @@ class Metered:
         """See `Comm`."""
         start = time.perf_counter()
         result = self._comm.all_reduce(tensor)
+        self._count_ring(tensor, start)
+        return result
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """See `Comm`."""
+        start = time.perf_counter()
+        pending = self._comm.start_all_reduce(tensor)
+        self._count_ring(tensor, start)
+        return pending
+
+    def _count_ring(self, tensor: Tensor, start: float) -> None:
         edges = [i * tensor.numel() // self.size for i in range(self.size + 1)]
         blocks = [(b - a) * tensor.element_size() for a, b in itertools.pairwise(edges)]
         # In a ring, rank r passes on every block but one in each half.
         sent = [size for half in (1, 2) for i, size in enumerate(blocks) if i != (self.rank + half) % self.size]
         self._count("all_reduce", sent if self.size > 1 else [], sum(sent) if self.size > 1 else 0, start)
-        return result
 
     def all_gather(self, block: Tensor) -> Tensor:
         """See `Comm`."""

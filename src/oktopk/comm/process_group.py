@@ -28,9 +28,13 @@ class ProcessGroupComm(Collectives):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Comm`."""
+        return self.start_all_reduce(tensor).wait()
+
+    def start_all_reduce(self, tensor: Tensor) -> _UnderWay:
+        """See `Comm`."""
         with self._naming_the_culprit():
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _UnderWay(self, tensor, [] if work is None else [work])
 
     def all_gather(self, block: Tensor) -> Tensor:
         """See `Comm`."""
@@ -46,7 +50,7 @@ class ProcessGroupComm(Collectives):
             dist.all_to_all_single(out, blocks.contiguous(), list(receive), list(send), group=self.group)
         return out
 
-    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> _Swap:
+    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> _UnderWay:
         """See `Comm`."""
         device = torch.device("cpu") if block is None else block.device
         arriving = torch.empty(size, dtype=torch.int32, device=device)
@@ -57,7 +61,7 @@ class ProcessGroupComm(Collectives):
             ops.append(dist.P2POp(dist.irecv, arriving, self._global(source), self.group))
         with self._naming_the_culprit():
             works = dist.batch_isend_irecv(ops) if ops else []
-        return _Swap(self, arriving, works, ops)
+        return _UnderWay(self, arriving, works, ops)
 
     def fail(self, error: BaseException) -> None:
         """See `Comm`: the message waits in the group's store until the others' collectives break."""
@@ -72,11 +76,11 @@ class ProcessGroupComm(Collectives):
 
 
 @dataclass
-class _Swap:
+class _UnderWay:
     comm: ProcessGroupComm
     arriving: Tensor
     works: list[dist.Work]
-    ops: list[dist.P2POp] = field(repr=False)  # keeps the outgoing block alive until it has left
+    outgoing: list[dist.P2POp] = field(default_factory=list)  # alive until they have left
 
     def wait(self) -> Tensor:
         with self.comm._naming_the_culprit():

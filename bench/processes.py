@@ -1,0 +1,59 @@
+"""Gloo processes for a benchmark: started together, every wait with an end, what they return brought back."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+DEADLINE_S = 900.0
+
+
+def run_processes(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(_process, (size, folder, fn, args), nprocs=size, join=False)
+        deadline = time.monotonic() + DEADLINE_S
+        while not context.join(timeout=5.0):
+            if time.monotonic() > deadline:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"the benchmark's processes did not end within {DEADLINE_S:g} s")
+        return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(size)]
+
+
+def num_cores() -> int:
+    """Return the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_for(size: int) -> int:
+    """Return each rank's share of the cores."""
+    return max(1, num_cores() // size)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, and how far the others are from it."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def _process(rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads_for(size))
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        result = fn(*args)
+    finally:
+        dist.destroy_process_group()
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(result))

@@ -1,0 +1,104 @@
+"""Does attaching cost anything while the steps are still dense, and what does a sparse step cost?
+
+    python -m bench.step --ranks 2 --rounds 15
+
+One DDP net on P gloo processes of this machine (loopback, no slow link: where there is nothing to gain). Plain DDP, an
+attachment in its dense phase and one in its sparse phase take turns step by step; the slowest rank's time counts. The
+figure to hold is dense / plain, at most 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oktopk
+from bench.processes import run_processes, spread, threads_for
+
+WARM_UP = 4
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and the JSON line, and return what it holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024, help="of the net's hidden layers")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args(argv)
+    shape = (args.width, args.layers, args.batch)
+    ranks = run_processes(time_steps, args.ranks, shape, args.density, args.rounds)
+    laps = {name: [max(row) for row in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+    result = {
+        "bench": "step",
+        "ranks": args.ranks,
+        "threads": threads_for(args.ranks),
+        "parameters": sum(p.numel() for p in make_net(*shape[:2]).parameters()),
+        "seconds": {name: spread(seconds) for name, seconds in laps.items()},
+        "dense_over_plain": spread([d / p for d, p in zip(laps["dense phase"], laps["plain DDP"], strict=True)]),
+        "sparse_over_plain": spread([s / p for s, p in zip(laps["sparse phase"], laps["plain DDP"], strict=True)]),
+    }
+    _print(result)
+    print(json.dumps(result, allow_nan=False))
+    return result
+
+
+def make_net(width: int, layers: int) -> nn.Sequential:
+    """Return the same net on every rank."""
+    torch.manual_seed(0)
+    hidden = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
+def time_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every step of every contender on this rank."""
+    width, layers, batch = shape
+    models = {
+        name: DistributedDataParallel(make_net(width, layers)) for name in ("plain DDP", "dense phase", "sparse phase")
+    }
+    algorithm = oktopk.OkTopk(density=density)
+    attached = [
+        oktopk.attach(models["dense phase"], algorithm, dense_steps=10**6),
+        oktopk.attach(models["sparse phase"], algorithm, dense_steps=0),
+    ]
+    x = torch.randn(batch, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    laps: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(WARM_UP + rounds):
+        for name, model in models.items():
+            model.zero_grad()
+            dist.barrier()
+            start = time.perf_counter()
+            model(x).square().mean().backward()
+            laps[name].append(time.perf_counter() - start)
+    for handle in attached:
+        handle.detach()
+    return {name: seconds[WARM_UP:] for name, seconds in laps.items()}
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table(
+        title=f"DDP step, {result['parameters']:,} parameters, P = {result['ranks']}, loopback", show_lines=False
+    )
+    for column in ("", "median ms", "min", "max", "over plain DDP"):
+        table.add_column(column, justify="left" if not column else "right")
+    over = {"dense phase": "dense_over_plain", "sparse phase": "sparse_over_plain"}
+    for name, seconds in result["seconds"].items():
+        ratio = f"{result[over[name]]['median']:.3f}" if name in over else "1"
+        table.add_row(name, *(f"{1e3 * seconds[key]:.1f}" for key in ("median", "min", "max")), ratio)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
