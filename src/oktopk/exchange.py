@@ -1,0 +1,245 @@
+"""`Exchange`: the steps of an attachment, on its worker thread: buckets in, means out, committed all or none."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from oktopk.algorithms import Algorithm
+from oktopk.comm import Metered
+from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
+from oktopk.lanes import Lane, Momentum, Plan
+from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
+
+Exclusion = str | Callable[[str, Tensor], bool]
+
+
+PLAIN_UNDER_WAY = 2
+"""Dense sums under way at a time while the next bucket is awaited: as many as gloo has threads."""
+
+
+@dataclass
+class Settings:
+    """What `attach` was given; what may change between steps is changed through `Attached`."""
+
+    algorithm: Algorithm
+    dense_steps: int
+    exclude: Exclusion | Iterable[Exclusion]
+    clip: float | None
+    momentum: Momentum | None
+    density_schedule: tuple[tuple[int, float], ...]
+    on_nonfinite: str
+
+    def algorithm_at(self, step: int) -> Algorithm | None:
+        """Return the algorithm of a step, with the density that the schedule gives it; None for a dense step."""
+        sparse_step = step - self.dense_steps
+        if sparse_step < 0:
+            return None
+        for steps, density in self.density_schedule:
+            if sparse_step < steps:
+                return replace(self.algorithm, density=density)  # type: ignore[type-var]
+            sparse_step -= steps
+        return self.algorithm
+
+    def fingerprint(self, names: Iterable[str]) -> int:
+        """Return a number that differs where ranks would not do the same."""
+        algorithm = self.algorithm if is_dataclass(self.algorithm) else type(self.algorithm).__qualname__
+        rest = (self.dense_steps, self.clip, self.momentum, self.density_schedule, self.on_nonfinite)
+        return zlib.crc32(f"{algorithm} {rest} {list(names)}".encode())
+
+
+@dataclass
+class Bucket:
+    """One of DDP's buckets on its way: the gradients in it, by name, and the future that DDP waits for."""
+
+    index: int
+    is_last: bool
+    buffer: Tensor
+    grads: dict[str, Tensor]
+    done: Future[Exception | None]
+
+
+@dataclass
+class _Step:
+    """A step being made."""
+
+    plan: Plan
+    buckets: list[Bucket] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    under_way: deque[tuple[Lane, dict[str, Tensor], Callable[[], StepRecord]]] = field(default_factory=deque)
+    nonfinite: NonFiniteError | None = None
+
+
+class Exchange:
+    """What an attachment does with the buckets that DDP hands it. All methods but `change` run on the worker."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        lanes: list[Lane],
+        comm: Metered,
+        settings: Settings,
+        sinks: Sinks,
+        scaler: Any,
+        may_be_unused: bool,
+    ) -> None:
+        self.parameters, self.lanes, self.comm, self.sinks = parameters, lanes, comm, sinks
+        self.settings = settings
+        self.last: StepRecord | None = None
+        self.summary = Summary()
+        self.next_step = 0
+        self.failure: BaseException | None = None
+        self._scaler = scaler
+        self._may_be_unused = may_be_unused
+        self._arrived: dict[str, Tensor] = {}
+        self._waiting: list[Lane] = []
+        self._now: _Step | None = None
+        self._agreed = False
+        self._lay_out()
+
+    def change(self, settings: Settings) -> None:
+        """Use other settings from the next step on, once all ranks are seen to have the same; residuals stay."""
+        before, self.settings = self.settings, settings
+        try:
+            self._lay_out()
+        except SettingError:
+            self.settings = before
+            raise
+        self._agreed = False
+
+    def go_on_at(self, step: int) -> None:
+        """Make `step` the next one, once all ranks are seen to be there."""
+        self.next_step, self._agreed = step, False
+
+    def take(self, bucket: Bucket) -> None:
+        """Sort a bucket's gradients into their lanes, and reduce those that are complete. Runs on the worker."""
+        try:
+            if self.failure is not None:
+                raise PeerError(f"oktopk stopped at an earlier error: {self.failure}")
+            if self._now is None or bucket.index == 0:
+                self._begin()
+            assert self._now is not None
+            self._now.buckets.append(bucket)
+            self._arrived.update(bucket.grads)
+            self._reduce_complete_lanes(self._now, bucket)
+            if bucket.is_last:
+                self._end(self._now)
+        except BaseException as error:  # whatever it is, backward() must hear of it, and the other ranks too
+            self._give_up(error, bucket)
+
+    def _begin(self) -> None:
+        if not self._agreed:
+            self.agree()
+        scale = float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
+        plan = Plan(
+            step=self.next_step,
+            algorithm=self.settings.algorithm_at(self.next_step),
+            loss_scale=scale,
+            momentum=self.settings.momentum,
+            may_be_unused=self._may_be_unused,
+        )
+        self._now, self._arrived, self._waiting = _Step(plan), {}, list(self.lanes)
+
+    def _reduce_complete_lanes(self, step: _Step, bucket: Bucket) -> None:
+        clipping = self.settings.clip is not None and step.plan.algorithm is not None
+        if clipping and not bucket.is_last:
+            return  # the norm of the gradient is not known before all of it is here
+        if clipping:
+            step.plan = replace(step.plan, clip=self._clip_factor(step.plan.loss_scale))
+        complete = [lane for lane in self._waiting if all(name in self._arrived for name in lane.names)]
+        for lane in complete:
+            self._waiting.remove(lane)
+            grads = {name: self._arrived[name] for name in lane.names}
+            step.under_way.append((lane, grads, lane.start_(grads, step.plan, self.comm)))
+            self._finish(step, keep=PLAIN_UNDER_WAY if step.plan.is_plain else 0)
+        if bucket.is_last:
+            self._finish(step, keep=0)
+
+    def _finish(self, step: _Step, keep: int) -> None:
+        """End the reductions that were started first, but for the last `keep`."""
+        while len(step.under_way) > keep:
+            lane, grads, end = step.under_way.popleft()
+            try:
+                step.records.append(end())
+            except NonFiniteError as error:
+                step.nonfinite = step.nonfinite or error
+                step.records.append(lane.refused(step.plan, self.comm))
+                for grad in grads.values():
+                    grad.fill_(math.nan)
+
+    def _clip_factor(self, loss_scale: float) -> float:
+        """Return what scales this rank's gradient to a norm of at most clip / sqrt(P)."""
+        assert self.settings.clip is not None
+        squares = math.fsum(float(grad.float().dot(grad.float())) for grad in self._arrived.values())
+        norm = math.sqrt(squares) / loss_scale
+        limit = self.settings.clip / math.sqrt(self.comm.size)
+        return limit / norm if math.isfinite(norm) and norm > limit else 1.0
+
+    def _end(self, step: _Step) -> None:
+        """Commit the step, or leave everything as it was; then let backward() go on, and tell the sinks."""
+        assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
+        if step.nonfinite is None:
+            for lane in self.lanes:
+                lane.commit_(step.plan)
+        phase = "dense" if step.plan.algorithm is None else "sparse"
+        record = total_of(step.records, step=step.plan.step, phase=phase, skipped=step.nonfinite is not None)
+        self.last, self._now, self.next_step = record, None, self.next_step + 1
+        self.summary.add_(record)
+        for bucket in step.buckets:
+            bucket.done.set_result(step.nonfinite if self.settings.on_nonfinite == "raise" else None)
+        self.sinks.write(record)
+
+    def _give_up(self, error: BaseException, bucket: Bucket) -> None:
+        """Tell backward() here, and the other ranks, why there will be no more exchanges."""
+        if not isinstance(error, (PeerError, MismatchError)):
+            self.comm.fail(error)
+        self.failure = self.failure or error
+        waiting = [] if self._now is None else self._now.buckets
+        for each in {id(b): b for b in (*waiting, bucket)}.values():
+            if not each.done.done():
+                each.done.set_result(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def agree(self) -> None:
+        """Make sure that all ranks are about to do the same."""
+        shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
+        dense = [name for lane in self.lanes for name in lane.dense_names]
+        mine = [zlib.crc32(repr(shapes).encode()), self.settings.fingerprint(dense), self.next_step]
+        device = self.lanes[0].residual.held.device if self.lanes else torch.device("cpu")
+        every = self.comm.all_gather(torch.tensor(mine, device=device)).tolist()
+        self.comm.take()
+        for what, column in zip(("parameters", "settings", "step"), zip(*every, strict=True), strict=True):
+            if len(set(column)) > 1:
+                differing = [rank for rank, value in enumerate(column) if value != column[0]]
+                raise MismatchError(f"the ranks disagree on the {what}: {differing} differ from rank 0")
+        self._agreed = True
+
+    def _lay_out(self) -> None:
+        """Decide for every parameter whether it travels dense."""
+        rules = checked_rules(self.settings.exclude, self.parameters)
+        for lane in self.lanes:
+            lane.lay_out_(lambda name: any(_matches(rule, name, self.parameters[name]) for rule in rules))
+
+
+def _matches(rule: Exclusion, name: str, parameter: Tensor) -> bool:
+    return fnmatchcase(name, rule) if isinstance(rule, str) else bool(rule(name, parameter))
+
+
+def checked_rules(exclude: Exclusion | Iterable[Exclusion], parameters: Mapping[str, Tensor]) -> list[Exclusion]:
+    """Return the rules as a list; a pattern that no parameter's name matches is a mistake."""
+    rules = [exclude] if isinstance(exclude, str) or callable(exclude) else list(exclude)
+    for rule in rules:
+        if isinstance(rule, str) and not any(fnmatchcase(name, rule) for name in parameters):
+            close = get_close_matches(rule, parameters, n=1, cutoff=0.3)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise SettingError(f"exclude: no parameter matches {rule!r}.{hint}")
+    return rules
