@@ -262,7 +262,7 @@ class Attached:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         sizes = [self._exchange.parameters[name].numel() for name in names]
         grads = dict(zip(names, torch.split(buffer, sizes), strict=True))
-        taken = Bucket(bucket.index(), bucket.is_last(), buffer, grads, done)
+        taken = Bucket(bucket.index(), bucket.is_last(), buffer, grads, done, _now_on(buffer.device))
         self._worker.submit(partial(self._exchange.take, taken))
         return done.then(partial(_outcome, buffer))
 
@@ -302,6 +302,11 @@ def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
     ignored = model.parameters_to_ignore
     named = model.module.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
+
+
+def _now_on(device: torch.device) -> torch.cuda.Event | None:
+    """Return the moment at which all that was asked of a GPU so far is done, as an event to wait for."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _outcome(buffer: Tensor, done: "Future[Exception | None]") -> Tensor:

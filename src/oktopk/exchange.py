@@ -67,6 +67,7 @@ class Bucket:
     buffer: Tensor
     grads: dict[str, Tensor]
     done: Future[Exception | None]
+    ready: torch.cuda.Event | None = None  # on a GPU: when the gradients are there
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Exchange:
         self._waiting: list[Lane] = []
         self._now: _Step | None = None
         self._agreed = False
+        self._stream: torch.cuda.Stream | None = None
         self._lay_out()
 
     def change(self, settings: Settings) -> None:
@@ -122,7 +124,16 @@ class Exchange:
         self.next_step, self._agreed = step, False
 
     def take(self, bucket: Bucket) -> None:
-        """Sort a bucket's gradients into their lanes, and reduce those that are complete. Runs on the worker."""
+        """Sort a bucket's gradients into their lanes, and reduce those that are complete."""
+        if bucket.ready is None:
+            self._take(bucket)
+            return
+        self._stream = self._stream or torch.cuda.Stream(bucket.buffer.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(bucket.buffer.device), torch.cuda.stream(self._stream):
+            bucket.ready.wait(self._stream)
+            self._take(bucket)
+
+    def _take(self, bucket: Bucket) -> None:
         try:
             if self.failure is not None:
                 raise PeerError(f"oktopk stopped at an earlier error: {self.failure}")

@@ -122,10 +122,10 @@ def kth_largest_of_all(score: Tensor, k: int, comm: Comm) -> float:
     """
     if k < 1:
         return 0.0
-    key, prefix, wanted = score.view(torch.int32).cpu(), 0, k
+    key, prefix, wanted = score.view(torch.int32), 0, k
     for shift in (24, 16, 8, 0):
         digits = (key[(key >> shift + 8) == prefix] >> shift) & 255 if shift < 24 else key >> shift
-        counts = comm.all_reduce(torch.bincount(digits, minlength=256)).flip(0).cumsum(0)
+        counts = comm.all_reduce(torch.bincount(digits, minlength=256)).flip(0).cumsum(0).cpu()
         place = int(torch.searchsorted(counts, wanted))
         if place == 256:
             return 0.0

@@ -76,7 +76,7 @@ class Sparse:
 
     def between(self, cuts: Tensor) -> list[Sparse]:
         """Return the elements of each region between `cuts`, still as elements of the whole vector."""
-        ends = torch.searchsorted(self.index, cuts).tolist()
+        ends = torch.searchsorted(self.index, cuts.to(self.index.device)).tolist()
         return [self[i:j] for i, j in itertools.pairwise(ends)]
 
     @staticmethod

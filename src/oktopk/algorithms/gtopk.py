@@ -105,9 +105,9 @@ class _Tree:
 
     def _send(self, part: Sparse, to: int) -> None:
         with self.comm.phase("exchange"):
-            self.comm.swap(self.codec.encode(part, capacity=self.k), to, to, 0).wait()
+            self.comm.swap(self.codec.encode(part, capacity=self.k), to, to, 0, part.index.device).wait()
 
     def _receive(self, source: int, like: Tensor) -> Sparse:
         with self.comm.phase("exchange"):
-            block = self.comm.swap(None, source, source, self.codec.words(self.k)).wait()
+            block = self.comm.swap(None, source, source, self.codec.words(self.k), like.device).wait()
         return self.codec.decode(block, like.dtype, capacity=self.k)[0]

@@ -50,7 +50,7 @@ def reduce(
         sent = at_most(_select_locally(acc, state, k, rethreshold), cap, state.step)
     with comm.phase("agree"):
         if repartition:
-            state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size), comm)
+            state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
     region = _split_and_reduce(Sparse.pick(acc, sent), state.cuts, codec, comm)
     with comm.phase("agree"):
         kept, sizes = _select_globally(region, state, k, cap, rethreshold, comm)
@@ -63,7 +63,8 @@ def reduce(
 
 
 def _agree_on_scales_(acc: Tensor, state: OkTopkState, comm: Comm) -> None:
-    state.ranking.rescale_(comm.all_reduce(state.ranking.mean_squares(acc)) / comm.size)
+    total = comm.all_reduce(state.ranking.mean_squares(acc).to(acc.device))
+    state.ranking.rescale_(total.cpu() / comm.size)
 
 
 def _select_locally(acc: Tensor, state: OkTopkState, k: int, rethreshold: bool) -> Tensor:
@@ -86,7 +87,8 @@ def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) 
     with comm.phase("pack"):
         parts = selected.between(cuts)
     with comm.phase("exchange"):
-        arriving = comm.all_to_all(torch.tensor([part.nnz for part in parts]), ones, ones).tolist()
+        counts = torch.tensor([part.nnz for part in parts], device=selected.index.device)
+        arriving = comm.all_to_all(counts, ones, ones).tolist()
         received: list[list[Sparse]] = [[] for _ in range(size)]
         received[rank].append(codec.rounded(parts[rank]))
         travelling: deque[tuple[int, Pending]] = deque()
@@ -94,7 +96,8 @@ def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) 
             to, source = (rank + distance) % size, (rank - distance) % size
             for bucket, count in zip_longest(_buckets(parts[to]), _bucket_sizes(arriving[source])):
                 block = None if bucket is None else codec.encode(bucket)
-                travelling.append((source, comm.swap(block, to, source, codec.words(count) if count else 0)))
+                words = codec.words(count) if count else 0
+                travelling.append((source, comm.swap(block, to, source, words, counts.device)))
                 if len(travelling) > 1:
                     _unpack_(travelling.popleft(), received, codec, selected.value.dtype)
         while travelling:
@@ -149,7 +152,7 @@ def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Com
 
 def _keep(region: Sparse, score: Tensor, threshold: float, comm: Comm) -> tuple[Sparse, list[int]]:
     kept = region[score >= threshold]
-    return kept, comm.all_gather(torch.tensor([kept.nnz])).view(-1).tolist()
+    return kept, comm.all_gather(torch.tensor([kept.nnz], device=score.device)).view(-1).tolist()
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,9 @@ def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> Sparse:
     counts = [layout.moves(other)[comm.rank] for other in range(comm.size)]
     send = [0 if block is None else len(block) for block in blocks]
     receive = [codec.words(count) if count else 0 for count in counts]
-    outgoing = torch.cat([torch.empty(0, dtype=torch.int32), *(block for block in blocks if block is not None)])
+    outgoing = torch.cat(
+        [kept.index.new_empty(0, dtype=torch.int32), *(block for block in blocks if block is not None)]
+    )
     arrived = torch.split(comm.all_to_all(outgoing, send, receive), receive)
     parts = [codec.decode(block, kept.value.dtype)[0] for block in arrived if len(block)]
     return Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])

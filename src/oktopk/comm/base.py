@@ -55,8 +55,13 @@ class Comm(Protocol):
     def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank."""
 
-    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> Pending:
-        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words from `source` (0: nothing)."""
+    def swap(
+        self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
+    ) -> Pending:
+        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words from `source` (0: nothing).
+
+        What arrives is on `device`.
+        """
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what happens inside, for whoever measures."""

@@ -75,11 +75,13 @@ class LocalComm(Collectives):
             raise MismatchError(f"rank {self.rank} waits for {list(receive)}, sent are {[len(p) for p in came]}")
         return torch.cat(came)
 
-    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> _Letter:
+    def swap(
+        self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
+    ) -> _Letter:
         """See `Comm`."""
         if block is not None:
             self._meeting.post(self.rank, to, block.clone())
-        return _Letter(self._meeting, source, self.rank, size)
+        return _Letter(self._meeting, source, self.rank, size, device)
 
     def fail(self, error: BaseException) -> None:
         """See `Comm`."""
@@ -98,10 +100,11 @@ class _Letter:
     source: int
     to: int
     size: int
+    device: torch.device | str
 
     def wait(self) -> Tensor:
         if not self.size:
-            return torch.empty(0, dtype=torch.int32)
+            return torch.empty(0, dtype=torch.int32, device=self.device)
         block = self.meeting.collect(self.source, self.to)
         assert len(block) == self.size, f"waited for {self.size} words, {len(block)} came"
         return block

@@ -135,10 +135,12 @@ class Metered:
         self._count("exchange", [*sizes, *ours], sum(sizes) + sum(theirs), start)
         return result
 
-    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> Pending:
+    def swap(
+        self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
+    ) -> Pending:
         """See `Comm`."""
         start = time.perf_counter()
-        pending = self._comm.swap(block, to, source, size)
+        pending = self._comm.swap(block, to, source, size, device)
         sent = [] if block is None else [block.numel() * block.element_size()]
         self._count("swap", sent, size * torch.int32.itemsize, start)
         return pending

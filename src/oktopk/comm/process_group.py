@@ -50,10 +50,13 @@ class ProcessGroupComm(Collectives):
             dist.all_to_all_single(out, blocks.contiguous(), list(receive), list(send), group=self.group)
         return out
 
-    def swap(self, block: Tensor | None, to: int, source: int, size: int) -> _UnderWay:
+    def swap(
+        self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
+    ) -> _UnderWay:
         """See `Comm`."""
-        device = torch.device("cpu") if block is None else block.device
-        arriving = torch.empty(size, dtype=torch.int32, device=device)
+        via = "cpu" if dist.get_backend(self.group) == "gloo" else device  # gloo's send and recv know no GPU
+        block = None if block is None else block.to(via)
+        arriving = torch.empty(size, dtype=torch.int32, device=via)
         ops = []
         if block is not None:
             ops.append(dist.P2POp(dist.isend, block.contiguous(), self._global(to), self.group))
@@ -61,7 +64,7 @@ class ProcessGroupComm(Collectives):
             ops.append(dist.P2POp(dist.irecv, arriving, self._global(source), self.group))
         with self._naming_the_culprit():
             works = dist.batch_isend_irecv(ops) if ops else []
-        return _UnderWay(self, arriving, works, ops)
+        return _UnderWay(self, arriving, works, ops, device)
 
     def fail(self, error: BaseException) -> None:
         """See `Comm`: the message waits in the group's store until the others' collectives break."""
@@ -81,12 +84,13 @@ class _UnderWay:
     arriving: Tensor
     works: list[dist.Work]
     outgoing: list[dist.P2POp] = field(default_factory=list)  # alive until they have left
+    device: torch.device | str | None = None
 
     def wait(self) -> Tensor:
         with self.comm._naming_the_culprit():
             for work in self.works:
                 work.wait()
-        return self.arriving
+        return self.arriving if self.device is None else self.arriving.to(self.device)
 
 
 @dataclass
