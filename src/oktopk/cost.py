@@ -60,7 +60,7 @@ def predict(algorithm: Any, numel: int, size: int, rank: int = 0) -> Cost:  # no
     """Return what `rank` of `size` sends in one step of `algorithm` on `numel` elements.
 
     >>> predict(OkTopk(density=0.01), 1_000_000, 4).most
-    33774
+    37524
     """
     raise SettingError(f"no cost model for {type(algorithm).__name__}")
 
@@ -113,8 +113,7 @@ def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0) -> Cost:  # noqa:
     k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
     peers = size - 1
     if algorithm.mode == "bounded":
-        capacity, quota = room(k, algorithm.slack, size)
-        return exactly((codec.words(capacity) + codec.words(quota)) * peers, 2 * peers)
+        return exactly(2 * codec.words(room(k, algorithm.slack, size)) * peers, 2 * peers)
     return _paper(k, int(algorithm.cap * k), codec, size)
 
 

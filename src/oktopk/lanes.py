@@ -9,7 +9,6 @@ depend on how DDP cuts its buckets.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
-from oktopk.kernels.reference import first_nonfinite
+from oktopk.kernels.reference import first_nonfinite, is_finite
 from oktopk.plain import from_plain, to_plain
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
@@ -206,7 +205,7 @@ class Lane:
             return
         with comm.phase("side"):
             comm.all_reduce(side)
-        if not _is_finite(side):
+        if not is_finite(side):
             self._refuse(first_bad, comm)
 
     def _start_plain_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
@@ -214,7 +213,7 @@ class Lane:
         together = _lie_together([grads[name] for name in self.names])
         side = torch.cat([grads[name] for name in self.names]) if together is None else together
         with comm.phase("side"):
-            first_bad = -1 if _is_finite(side) else self._first_bad(grads)
+            first_bad = -1 if is_finite(side) else self._first_bad(grads)
             pending = comm.start_all_reduce(side)
         started = comm.take()
 
@@ -230,7 +229,7 @@ class Lane:
     def _end_plain_(
         self, grads: Mapping[str, Tensor], side: Tensor, apart: bool, first_bad: int, comm: Metered
     ) -> None:
-        if not _is_finite(side):
+        if not is_finite(side):
             self._refuse(first_bad, comm)
         with comm.phase("apply"):
             side.mul_(1 / comm.size)
@@ -348,11 +347,6 @@ def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list
 def _spans(pieces: Sequence[Piece]) -> dict[str, slice]:
     ends = list(accumulate((piece.numel for piece in pieces), initial=0))
     return {piece.name: slice(low, high) for piece, low, high in zip(pieces, ends, ends[1:], strict=False)}
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all of it is; a sum of squares tells in one pass, unless it overflows."""
-    return math.isfinite(float(tensor.dot(tensor))) or first_nonfinite(tensor) < 0
 
 
 def _lie_together(tensors: Sequence[Tensor]) -> Tensor | None:

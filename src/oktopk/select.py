@@ -136,6 +136,8 @@ def kth_largest_of_all(score: Tensor, k: int, comm: Comm) -> float:
 
 def top_k(score: Tensor, k: int) -> Tensor:
     """Return the sorted indices of the k largest scores: ties go to the lowest index, zeros are never chosen."""
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device=score.device)
     threshold = kth_largest(score, min(k, len(score)))
     above = (score > threshold).nonzero().view(-1)
     if threshold == 0:

@@ -35,7 +35,9 @@ def value_dtype(wire: str) -> torch.dtype:
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `value` as `dtype`; what would overflow becomes the largest finite number, the rest stays to be sent."""
     limit = torch.finfo(dtype).max
-    return value.clamp(-limit, limit).to(dtype) if torch.finfo(value.dtype).max > limit else value.to(dtype)
+    if torch.finfo(value.dtype).max <= limit:
+        return value.to(dtype)
+    return torch.where(value.isinf(), value, value.clamp(-limit, limit)).to(dtype)  # a sum that overflowed must show
 
 
 @dataclass(frozen=True)

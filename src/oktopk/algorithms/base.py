@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import InputError, MismatchError, NonFiniteError
+from oktopk.kernels.reference import is_finite
 from oktopk.select import Ranking, num_selected
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
@@ -131,7 +132,11 @@ def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, ve
         with comm.phase("agree"):
             verdicts = comm.all_gather(torch.tensor([verdict], device=acc.device)).view(-1).tolist()
         Verdict.raise_if_any(verdicts, acc.numel())
-    return algorithm.reduce(acc, state, comm)
+    reduced = algorithm.reduce(acc, state, comm)
+    total = reduced.sum.value if isinstance(reduced.sum, Sparse) else reduced.sum
+    if not is_finite(total):  # the same bits, so the same verdict, on every rank
+        raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is: nothing was delivered")
+    return reduced
 
 
 def num_wanted(state: State, density: float) -> int:

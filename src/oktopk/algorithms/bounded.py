@@ -5,12 +5,13 @@ waits.
 
     1  select     threshold from a sample of acc; what reaches it, at most slack k pairs
     2  exchange   all_to_all: at most c = ceil(slack k/P) pairs to each owner
-    3  reduce     the owner sums in rank order and keeps its q = ceil(k/P) largest
-    4  gather     all_gather: q pairs from each owner
+    3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c
+    4  gather     all_gather: at most c pairs from each owner
 
+Demand is how many pairs the ranks wanted to send to a region; each wants about k, so all demands are about P k.
 No sizes are exchanged and no block is moved to balance others. What every rank must know rides in the headers: whether
-a rank refuses its input, and how much each region was asked to carry, from which all cut the next, fairer regions.
-Each rank sends 2 c (P-1) + 2 q (P-1) words and its headers; with c >= q that is within 4 c (P-1).
+a rank refuses its input, and the demands, from which all cut fairer regions alike when one is asked for more than fits.
+Each rank sends 4 c (P-1) words and its headers, always.
 """
 
 from __future__ import annotations
@@ -32,36 +33,35 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
-def reduce(
-    acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float, repartition: bool
-) -> Reduced:
+def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float, rescale: bool) -> Reduced:
     """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected."""
-    capacity, quota = room(k, slack, comm.size)
+    capacity = room(k, slack, comm.size)
     with comm.phase("select"):
-        wanted, threshold = _select_locally(acc, state, k, int(slack * k), repartition)
+        wanted, threshold = _select_locally(acc, state, k, int(slack * k), rescale)
     with comm.phase("pack"):
         blocks, sent = _pack(acc, wanted, capacity, state, codec)
     with comm.phase("exchange"):
         arrived = _all_to_all(blocks, comm)
     with comm.phase("reduce"):
         region, demand = _sum(arrived, capacity, state, codec, acc.dtype)
-        kept = _largest(region, quota, state)
-        block = codec.encode(kept, quota, note=demand)
+        share = region.nnz if k == state.numel else math.ceil(demand / comm.size)
+        kept = _largest(region, min(share, capacity), state)
+        block = codec.encode(kept, capacity, note=demand)
     with comm.phase("gather"):
         gathered = comm.all_gather(block)
     with comm.phase("apply"):
-        total, demands = _unpack(gathered, quota, codec, acc.dtype)
+        total, demands = _unpack(gathered, capacity, codec, acc.dtype)
         taken = taken_of(sent, total)
-        if repartition and k < state.numel:  # at density 1 even regions are the only ones in which all fits
+        if max(demands) > capacity * comm.size and k < state.numel:  # at density 1 all fits into even regions alone
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
         lost = codec.rounding(kept)
         returned = rounding_of(acc, taken, codec) + (() if lost is None else (lost,))
     return Reduced(total, taken, returned, len(sent), threshold, _smallest(total, state))
 
 
-def room(k: int, slack: float, size: int) -> tuple[int, int]:
-    """Return how many pairs fit into a block of the exchange, and into one of the gather."""
-    return math.ceil(slack * k / size), math.ceil(k / size)
+def room(k: int, slack: float, size: int) -> int:
+    """Return c: how many pairs fit into a block."""
+    return math.ceil(slack * k / size)
 
 
 def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale: bool) -> tuple[Tensor, float | None]:
@@ -100,16 +100,16 @@ def _sum(arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype
     return merge([part for part, _ in decoded]), sum(map(Verdict.detail, notes))
 
 
-def _largest(region: Sparse, quota: int, state: OkTopkState) -> Sparse:
-    """Return the `quota` largest of the region, ties by index."""
-    if region.nnz <= quota:
+def _largest(region: Sparse, share: int, state: OkTopkState) -> Sparse:
+    """Return the `share` largest of the region, ties by index."""
+    if region.nnz <= share:
         return region
-    return region[top_k(state.ranking.score(region.value, region.index), quota)]
+    return region[top_k(state.ranking.score(region.value, region.index), share)]
 
 
-def _unpack(gathered: Tensor, quota: int, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, list[int]]:
+def _unpack(gathered: Tensor, capacity: int, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, list[int]]:
     """Return what all owners kept, and what was wanted of each."""
-    decoded = [codec.decode(block, dtype, quota) for block in gathered]
+    decoded = [codec.decode(block, dtype, capacity) for block in gathered]
     return Sparse.join([part for part, _ in decoded]), [demand for _, demand in decoded]
 
 

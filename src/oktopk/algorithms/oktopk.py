@@ -35,7 +35,7 @@ class OkTopk:
     wire                "fp32" or "bf16" values
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')
-    repartition_every   steps between partitions of the index space, and between updates of the scales (tau)
+    repartition_every   steps between updates of the scales and, paper, between partitions of the index space (tau)
     cap                 paper: no step selects more than cap * k pairs; the rest waits in the residual
     """
 

@@ -1,5 +1,7 @@
 """What each kernel means, in plain torch: the oracle of the fast ones, and what runs where none exists."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,11 @@ def first_nonfinite(acc: Tensor) -> int:
     """Return the index of the first NaN or Inf, or -1."""
     bad = acc.isfinite().logical_not_().nonzero()
     return int(bad[0]) if len(bad) else -1
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all of it is: a sum of squares tells in one pass, unless it overflows."""
+    return math.isfinite(float(tensor.dot(tensor))) or first_nonfinite(tensor) < 0
 
 
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
