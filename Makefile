@@ -17,7 +17,11 @@ setup: .venv/ready  ## the tools and the package, into .venv
 test: .venv/ready  ## the laws, on threads and on a few real processes: under six minutes on two cores
 	$(BIN)/pytest -m "not slow"
 
-test-all: test  ## the long tests as well
+.venv/ready-all: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all]"
+	@touch $@
+
+test-all: test .venv/ready-all  ## the long tests as well, the trainers above DDP among them
 	$(BIN)/pytest -m slow
 
 check: .venv/ready  ## format, lint, types, import contracts

@@ -46,14 +46,14 @@ def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
     if size == attached.size:
         own = _nest(_load_rank(path, contents, rank, attached))
         attached.load_pending(own["residual"], own.get("velocity", {}), step)
-        attached.load_lanes(own.get("lanes", {}))
+        attached.load_lanes([own["lanes"][number] for number in sorted(own["lanes"], key=int)])
     else:
         mean = _nest(_mean_over_ranks(path, contents, size, attached))
         attached.load_pending(mean["residual"], mean.get("velocity", {}), step)
 
 
 def _own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    lanes = {str(i): lane["state"] for i, lane in enumerate(state["lanes"]) if lane["state"] is not None}
+    lanes = {str(i): {k: v for k, v in lane.items() if v is not None} for i, lane in enumerate(state["lanes"])}
     return {"residual": state["residual"], "velocity": state["velocity"], "lanes": lanes}
 
 

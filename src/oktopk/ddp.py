@@ -220,8 +220,7 @@ class Attached:
                     + ("; save_distributed and load_distributed change the world size" if what == "size" else "")
                 )
         self.load_pending(saved["residual"], saved["velocity"], saved["step"])
-        if [lane["names"] for lane in saved["lanes"]] == [lane.names for lane in self._exchange.lanes]:
-            self.load_lanes({str(i): lane["state"] for i, lane in enumerate(saved["lanes"])})
+        self.load_lanes(saved["lanes"])
 
     def load_pending(self, residual: Mapping[str, Tensor], velocity: Mapping[str, Tensor], step: int) -> None:
         """Hold these residuals (and velocities), by parameter, and go on at `step`."""
@@ -230,11 +229,12 @@ class Attached:
             lane.state = None
         self._exchange.go_on_at(int(step))
 
-    def load_lanes(self, states: Mapping[str, Any]) -> None:
-        """Go on with the algorithm's states of these lanes, by number."""
-        for number, state in states.items():
-            if state is not None:
-                self._exchange.lanes[int(number)].load_state_(state, self.algorithm, self._exchange.comm)
+    def load_lanes(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the algorithm's states, if they are for the same groups of parameters; else it starts afresh."""
+        if [int(lane["lane"]) for lane in saved] != [lane.fingerprint for lane in self._exchange.lanes]:
+            return
+        for lane, state in zip(self._exchange.lanes, saved, strict=True):
+            lane.load_state_dict_(state, self.algorithm, self._exchange.comm)
 
     def announce(self) -> None:
         """Say on rank 0's stderr what is active."""

@@ -9,6 +9,7 @@ depend on how DDP cuts its buckets.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,7 +85,8 @@ class Lane:
         self._state_of: tuple[Any, ...] = ()
         self._pieces: list[Piece] = list(pieces)
         self._num_sparse = 0
-        self._pending = False  # whether the residual may hold anything
+        self._pending = False  # whether any rank's residual may hold anything; the same on all ranks
+        self._silent: list[str] = []  # parameters that no rank used in this step: they keep what is held for them
         self._made = False  # whether this step made an acc to commit
         self._spans = _spans(self._pieces)
 
@@ -100,13 +102,14 @@ class Lane:
 
     def lay_out_(self, travels_dense: Callable[[str], bool]) -> None:
         """Put the sparse parameters first; every residual keeps to its parameter."""
-        saved = self.by_name()
+        saved, pending = self.by_name(), self._pending
         dense = {piece.name for piece in self._pieces if travels_dense(piece.name)}
         if dense != set(self.dense_names):
             self.state = None
         self._spans = _spans(sorted(self._pieces, key=lambda piece: piece.name in dense))
         self._num_sparse = sum(piece.numel for piece in self._pieces if piece.name not in dense)
         self.load_by_name_(saved)
+        self._pending = pending
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """Return a copy of what is held for each parameter, flat."""
@@ -116,21 +119,29 @@ class Lane:
         return kept
 
     def load_by_name_(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Hold what `by_name` returned."""
+        """Hold what `by_name` returned, and nothing else."""
+        self.velocity = None
         for name, span in self._spans.items():
             self.residual.held[span] = saved["residual"][name]
-            if "velocity" in saved and name in saved["velocity"]:
+            if name in saved.get("velocity", {}):
                 self._velocity().held[span] = saved["velocity"][name]
-        self._pending = bool(self.residual.held.any())
+        self._pending = True  # on all ranks alike, even where this rank's part happens to be zero
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs where the algorithm's state would be for other parameters, or in another order."""
+        return zlib.crc32(repr((self.names, self._spans)).encode())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state, with the order of parameters that it is for."""
-        return {"names": self.names, "state": to_plain(self.state)}
+        """Return what is kept for the lane as a whole."""
+        return {"lane": self.fingerprint, "pending": int(self._pending), "state": to_plain(self.state)}
 
-    def load_state_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: Metered) -> None:
-        """Go on with a saved algorithm state, which was for these parameters in this order."""
-        self._prepare(algorithm, comm)
-        self.state = from_plain(self.state, saved)
+    def load_state_dict_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: Metered) -> None:
+        """Go on with what `state_dict` returned for a lane of this fingerprint."""
+        self._pending = bool(saved["pending"])
+        if saved.get("state") is not None:
+            self._prepare(algorithm, comm)
+            self.state = from_plain(self.state, saved["state"])
 
     def start_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
         """Begin to replace the gradients by the mean over ranks of what this step delivers; return what ends it.
@@ -146,14 +157,14 @@ class Lane:
         split = 0 if plan.algorithm is None else self._num_sparse
         with comm.phase("accumulate"):
             first_bad = self._accumulate_(grads, plan)
-        silent = self._silent(grads, comm) if plan.may_be_unused else []
-        for name in silent:
+        self._silent = self._find_silent(grads, comm) if plan.may_be_unused else []
+        for name in self._silent:
             self.residual.acc[self._spans[name]] = 0
         reduced = self._reduce_sparse(split, plan, comm, first_bad)
         self._reduce_dense_(split, comm, first_bad)
         with comm.phase("apply"):
             self._deliver_(grads, split, reduced, plan, comm.size)
-            for name in silent:
+            for name in self._silent:
                 self._undo_(self._spans[name])
         return self._record(split, reduced, plan, comm.take())
 
@@ -169,8 +180,7 @@ class Lane:
         self.residual.commit_()
         if self.velocity is not None and plan.momentum is not None:
             self.velocity.commit_()
-        # A parameter that no rank used in a dense step has kept its residual.
-        self._pending = plan.algorithm is not None or (plan.may_be_unused and bool(self.residual.held.any()))
+        self._pending = plan.algorithm is not None or bool(self._silent)
 
     def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan) -> int:
         """Make acc of this step's gradients; return the index of its first NaN or Inf, or -1."""
@@ -183,7 +193,7 @@ class Lane:
             bad.append(self.residual.nonfinite_at)
         return min((index for index in bad if index >= 0), default=-1)
 
-    def _silent(self, grads: Mapping[str, Tensor], comm: Metered) -> list[str]:
+    def _find_silent(self, grads: Mapping[str, Tensor], comm: Metered) -> list[str]:
         """Return the parameters without a gradient on any rank: DDP would drop what is delivered to them."""
         heard = torch.tensor([int(bool(grads[name].any())) for name in self.names])
         with comm.phase("agree"):

@@ -1,0 +1,32 @@
+"""Ok-Topk under Hugging Face Accelerate.
+
+`DistributedDataParallelKwargs(comm_hook=...)` takes a member of a closed enum, and no other hook; so attach to what
+`prepare` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oktopk import ddp
+from oktopk.algorithms import Algorithm
+from oktopk.ddp import Attached
+from oktopk.integrations.shared import ddp_of, load_beside, save_beside
+
+try:
+    import accelerate  # noqa: F401 - nothing of it is needed but the accelerator that comes in
+except ImportError as error:
+    raise ImportError("oktopk.integrations.accelerate needs Accelerate: pip install accelerate") from error
+
+
+def attach(accelerator: Any, model: Any, algorithm: Algorithm | str, **settings: Any) -> Attached:
+    """Attach to the model that `accelerator.prepare` returned; takes what `oktopk.attach` takes.
+
+    `save_state` and `load_state` then keep every rank's residuals too. (`register_for_checkpointing` would keep rank
+    0's alone: Accelerate writes custom objects on the main process only.)
+    """
+    wrapped = ddp_of(model, "call accelerator.prepare(model) first, and start two processes or more")
+    attached = ddp.attach(wrapped, algorithm, **{"scaler": accelerator.scaler, **settings})
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: save_beside(folder, attached))  # noqa: ARG005
+    accelerator.register_load_state_pre_hook(lambda models, folder: load_beside(folder, attached))  # noqa: ARG005
+    return attached

@@ -1,0 +1,41 @@
+"""What the trainers have in common: a DDP model somewhere inside, and checkpoints that are directories."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.checkpoint import load_distributed, save_distributed
+from oktopk.ddp import Attached
+from oktopk.errors import SettingError
+
+FOLDER = "oktopk"
+"""Where in a checkpoint the residuals are."""
+
+
+def ddp_of(model: object, how: str) -> DistributedDataParallel:
+    """Return the DDP model that a trainer trains; `how` says how to get one."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not isinstance(model, DistributedDataParallel):
+        raise SettingError(f"the model is a {type(model).__name__}, not in DDP, so there is no exchange: {how}")
+    return model
+
+
+def save_beside(checkpoint: str | os.PathLike[str], attached: Attached) -> None:
+    """Put every rank's residuals into a checkpoint directory that all ranks see. All ranks call this alike."""
+    save_distributed(Path(checkpoint) / FOLDER, attached)
+
+
+def load_beside(checkpoint: str | os.PathLike[str], attached: Attached) -> None:
+    """Go on from what `save_beside` wrote, and say so, or that there is nothing. All ranks call this alike."""
+    folder = Path(checkpoint) / FOLDER
+    if folder.is_dir():
+        load_distributed(folder, attached)
+        said = f"residuals of step {attached.step} from {folder}"
+    else:
+        said = f"WARNING: no residuals in {checkpoint}: going on without them, dense steps first"
+    if not attached.rank:
+        sys.stderr.write(f"oktopk: {said}\n")

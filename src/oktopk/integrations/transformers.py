@@ -1,0 +1,63 @@
+"""Ok-Topk under Hugging Face's `Trainer`.
+
+`TrainingArguments` has no setting for a communication hook, and callbacks are shown the bare model, never the DDP one;
+so this callback asks the trainer itself for it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from oktopk import ddp
+from oktopk.algorithms import Algorithm
+from oktopk.ddp import Attached
+from oktopk.integrations.shared import ddp_of, load_beside, save_beside
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "oktopk.integrations.transformers needs Transformers: pip install 'transformers[torch]'"
+    ) from error
+
+
+def attach(trainer: Any, algorithm: Algorithm | str, **settings: Any) -> OktopkCallback:
+    """Make `trainer.train()` attach before its first step; takes what `oktopk.attach` takes."""
+    callback = OktopkCallback(trainer, algorithm, settings)
+    trainer.add_callback(callback)
+    return callback
+
+
+class OktopkCallback(TrainerCallback):
+    """Attaches when training begins, and keeps the residuals in the trainer's checkpoints.
+
+    sparse    the `Attached`, from the beginning of training on; further calls of `train` go on with it
+    """
+
+    def __init__(self, trainer: Any, algorithm: Algorithm | str, settings: dict[str, Any]) -> None:
+        self.sparse: Attached | None = None
+        self._model: Any = None  # what `sparse` is attached to
+        self._trainer, self._algorithm, self._settings = trainer, algorithm, settings
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Attach: the model is in DDP by now, and the checkpoint, if any, is loaded."""
+        model = ddp_of(self._trainer.model_wrapped, "start two processes or more, with torchrun")
+        if self.sparse is None or model is not self._model or not self.sparse.active:
+            if self.sparse is not None:
+                self.sparse.detach()
+            scaler = self._trainer.accelerator.scaler
+            self.sparse = ddp.attach(model, self._algorithm, **{"scaler": scaler, **self._settings})
+            self._model = model
+        if state.global_step:
+            load_beside(args.resume_from_checkpoint or self._checkpoint(args, state), self.sparse)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Put the residuals into the checkpoint that the trainer has just written. All ranks come here."""
+        if self.sparse is not None and not state.is_hyper_param_search:  # whose checkpoints lie elsewhere
+            save_beside(self._checkpoint(args, state), self.sparse)
+
+    @staticmethod
+    def _checkpoint(args: Any, state: Any) -> str | os.PathLike[str]:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
