@@ -36,13 +36,17 @@ def save_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
 
 def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
     """Go on from what `save_distributed` wrote, whatever the number of ranks was. All ranks call this alike."""
-    contents = FileSystemReader(path).read_metadata().state_dict_metadata
+    contents: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     if "version" not in contents or "size" not in contents:
         raise StateError(f"{path} has no residuals saved by save_distributed")
     shared = _load(path, contents, list(SHARED), attached)
     if int(shared["version"]) != VERSION:
         raise StateError(f"wanted a checkpoint of version {VERSION}, not of version {int(shared['version'])}")
     size, step, rank = int(shared["size"]), int(shared["step"]), attached.rank
+    first = "rank0.residual/"
+    attached.check_parameters(
+        {k.removeprefix(first): m.size.numel() for k, m in contents.items() if k.startswith(first)}
+    )
     if size == attached.size:
         own = _nest(_load_rank(path, contents, rank, attached))
         attached.load_pending(own["residual"], own.get("velocity", {}), step)
@@ -90,10 +94,10 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, T
 
 
 def _nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tree that `_flatten` took apart."""
+    """Return the tree that `_flatten` took apart. Below "residual" and "velocity" are names, which may have a slash."""
     tree: dict[str, Any] = {}
     for path, tensor in flat.items():
-        *branches, leaf = path.split("/")
+        *branches, leaf = path.split("/") if path.startswith("lanes/") else path.split("/", 1)
         node = tree
         for branch in branches:
             node = node.setdefault(branch, {})

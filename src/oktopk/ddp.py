@@ -270,7 +270,10 @@ class Attached:
         version = saved.get("version") if isinstance(saved, Mapping) else None
         if version != VERSION:
             raise StateError(f"wanted an attachment's state dict of version {VERSION}, not of version {version!r}")
-        theirs = {name: tensor.numel() for name, tensor in saved["residual"].items()}
+        self.check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()})
+
+    def check_parameters(self, theirs: Mapping[str, int]) -> None:
+        """Refuse a state whose parameters, given by name and length, are not this model's."""
         ours = {name: parameter.numel() for name, parameter in self._exchange.parameters.items()}
         if theirs != ours:
             missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
