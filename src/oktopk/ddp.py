@@ -9,6 +9,7 @@ is it known that every rank's whole gradient was finite, and the residuals are c
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -74,12 +75,15 @@ def attach(
     settings = Settings(
         algorithm=make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm,
         dense_steps=int(within("dense_steps", dense_steps, 0)),
-        exclude=exclude,
+        exclude=exclude if isinstance(exclude, str) or callable(exclude) else tuple(exclude),
         clip=None if clip is None else within("clip", clip, 0, open_low=True),
         momentum=Momentum(momentum) if isinstance(momentum, (int, float)) else momentum,
         density_schedule=_checked_schedule(density_schedule),
         on_nonfinite=one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip")),
+        scaled=scaler is not None and bool(scaler.is_enabled()),
     )
+    if settings.density_schedule:
+        _check_has_density(settings.algorithm)
     attached = Attached(ddp_model, settings, scaler, sinks, group, timeout)
     _register(ddp_model, attached)
     attached.announce()
@@ -174,11 +178,13 @@ class Attached:
 
     @density.setter
     def density(self, density: float) -> None:
-        self.algorithm = replace(self._exchange.settings.algorithm, density=density)  # type: ignore[type-var]
+        _check_has_density(self.algorithm)
+        self.algorithm = replace(self.algorithm, density=density)  # type: ignore[type-var]
 
     def exclude(self, exclude: Exclusion | Iterable[Exclusion]) -> None:
         """Make other parameters travel dense from the next step on; what is held back for them goes with it."""
-        self._exchange.change(replace(self._exchange.settings, exclude=exclude))
+        chosen = exclude if isinstance(exclude, str) or callable(exclude) else tuple(exclude)
+        self._exchange.change(replace(self._exchange.settings, exclude=chosen))
 
     def summary(self) -> Summary:
         """Return what all steps so far did; `print` shows it as a table."""
@@ -256,6 +262,8 @@ class Attached:
 
     def _on_bucket(self, bucket: GradBucket) -> "Future[Tensor]":
         """Take a bucket from DDP, on the autograd thread, and return at once."""
+        if not getattr(self._model(), "_divide_by_initial_world_size", True):
+            raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         done: Future[Exception | None] = Future(devices=devices)
@@ -343,8 +351,14 @@ def _register(model: DistributedDataParallel, attached: Attached) -> None:
 def _new_group(like: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     """Return a group of the same ranks for the exchange alone, so that it cannot mix with DDP's own collectives."""
     ranks = dist.get_process_group_ranks(like)
-    some = len(ranks) < dist.get_world_size()  # then the other ranks do not come here
-    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=some)
+    if len(ranks) < dist.get_world_size():
+        # new_group wants all ranks of the world, who do not come here. Its use_local_synchronization names the group
+        # by how many groups a rank has, which need not be the same on all.
+        raise SettingError(
+            f"the model trains on ranks {ranks} of {dist.get_world_size()}: make a second group for the exchange, "
+            f"with dist.new_group({ranks}) on every rank of the world, and give it as group="
+        )
+    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -353,7 +367,13 @@ def _shut_down(worker: Worker, sinks: Sinks, group: dist.ProcessGroup, own: bool
     worker.stop(timeout)
     sinks.close()
     if own and dist.is_initialized():
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # it ended with the world it was in, and this is another
+            dist.destroy_process_group(group)
+
+
+def _check_has_density(algorithm: Algorithm) -> None:
+    if not hasattr(algorithm, "density"):
+        raise SettingError(f"{type(algorithm).__name__} has no density to set")
 
 
 def _checked_schedule(schedule: Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:

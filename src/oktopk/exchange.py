@@ -39,6 +39,7 @@ class Settings:
     momentum: Momentum | None
     density_schedule: tuple[tuple[int, float], ...]
     on_nonfinite: str
+    scaled: bool = False  # a GradScaler scales the loss
 
     def algorithm_at(self, step: int) -> Algorithm | None:
         """Return the algorithm of a step, with the density that the schedule gives it; None for a dense step."""
@@ -54,7 +55,7 @@ class Settings:
     def fingerprint(self, names: Iterable[str]) -> int:
         """Return a number that differs where ranks would not do the same."""
         algorithm = self.algorithm if is_dataclass(self.algorithm) else type(self.algorithm).__qualname__
-        rest = (self.dense_steps, self.clip, self.momentum, self.density_schedule, self.on_nonfinite)
+        rest = (self.dense_steps, self.clip, self.momentum, self.density_schedule, self.on_nonfinite, self.scaled)
         return zlib.crc32(f"{algorithm} {rest} {list(names)}".encode())
 
 

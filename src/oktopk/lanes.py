@@ -180,7 +180,8 @@ class Lane:
         self.residual.commit_()
         if self.velocity is not None and plan.momentum is not None:
             self.velocity.commit_()
-        self._pending = plan.algorithm is not None or bool(self._silent)
+        rounds = self.dtype != self.residual.held.dtype  # then a dense step, too, keeps something back
+        self._pending = plan.algorithm is not None or bool(self._silent) or rounds
 
     def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan) -> int:
         """Make acc of this step's gradients; return the index of its first NaN or Inf, or -1."""
@@ -224,7 +225,7 @@ class Lane:
         side = torch.cat([grads[name] for name in self.names]) if together is None else together
         with comm.phase("side"):
             first_bad = -1 if is_finite(side) else self._first_bad(grads)
-            pending = comm.start_all_reduce(side)
+            pending = comm.start_all_reduce(side.div_(comm.size))  # divided first, as in DDP: float16 sums overflow
         started = comm.take()
 
         def end() -> StepRecord:
@@ -242,7 +243,6 @@ class Lane:
         if not is_finite(side):
             self._refuse(first_bad, comm)
         with comm.phase("apply"):
-            side.mul_(1 / comm.size)
             means = torch.split(side, [piece.numel for piece in self._pieces]) if apart else ()
             for name, mean in zip(self.names, means, strict=False):
                 grads[name].copy_(mean)
@@ -270,8 +270,7 @@ class Lane:
         acc, factor = self.residual.acc, plan.loss_scale / size
         for name, span in self._spans.items():
             if span.start >= split:
-                torch.mul(acc[span], factor, out=grads[name])
-        acc[split:] = 0
+                self._deliver_dense_(grads[name], acc[span], factor, plan.loss_scale)
         if reduced is None:
             return
         sparse = [(span, grads[name]) for name, span in self._spans.items() if span.start < split]
@@ -280,6 +279,16 @@ class Lane:
         self.residual.retain_(reduced.taken, (*reduced.returned, *rounding), slice(0, split))
         if self.velocity is not None and plan.momentum is not None and plan.momentum.masking:
             self.velocity.retain_(reduced.taken, at=slice(0, split))
+
+    def _deliver_dense_(self, grad: Tensor, total: Tensor, factor: float, loss_scale: float) -> None:
+        """Write the mean into a gradient, and into `total` what rounding to its dtype keeps back."""
+        if grad.dtype == total.dtype:
+            torch.mul(total, factor, out=grad)
+            total.zero_()
+            return
+        mean = total * factor
+        grad.copy_(round_to(mean, grad.dtype))
+        torch.sub(mean, grad, out=total).div_(loss_scale)
 
     def _undo_(self, span: slice) -> None:
         self.residual.acc[span] = self.residual.held[span]
