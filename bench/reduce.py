@@ -18,21 +18,19 @@ import argparse
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench.processes import num_cores, run_processes, spread, threads_for
 from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic
 from oktopk.feedback import Residual
 from oktopk.select import Ranking, at_least, num_selected, sampled_threshold
@@ -43,8 +41,6 @@ POOL = 3
 """Gradients made in advance and used in turn, so that making them is not timed."""
 WARM_UP = 3
 """Laps before the ones that count; the first of them is reported by itself."""
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-DEADLINE_S = 900.0
 PHASES = ("accumulate", "select", "agree", "pack", "exchange", "reduce", "gather", "apply", "other")
 
 Lap = dict[str, Any]
@@ -56,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = _parse(argv)
     result = {
         "bench": "reduce",
-        "hardware": {"machine": platform.machine(), "cores": _num_cores(), "torch": torch.__version__},
+        "hardware": hardware(),
         "density": args.density,
         "rounds": args.rounds,
         "selection": [time_selection(numel, args.density, args.rounds) for numel in args.numel],
@@ -68,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         args.json.write_text(line + "\n")
     print(line)
     return result
+
+
+def hardware() -> dict[str, Any]:
+    """Return what the figures depend on; a load beside ours makes them worthless, so it is on record."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"machine": platform.machine(), "cores": num_cores(), "load": load, "torch": torch.__version__}
 
 
 def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
@@ -99,11 +101,11 @@ def _selection_summary(numel: int, k: int, laps: list[dict[str, float]]) -> dict
         "k": k,
         "threads": torch.get_num_threads(),
         "selected": median(lap["selected"] for lap in laps),
-        "ours_s": _spread(ours),
-        "topk_s": _spread([lap["topk"] for lap in laps]),
-        "ratio": _spread([our / lap["topk"] for our, lap in zip(ours, laps, strict=True)]),
+        "ours_s": spread(ours),
+        "topk_s": spread([lap["topk"] for lap in laps]),
+        "ratio": spread([our / lap["topk"] for our, lap in zip(ours, laps, strict=True)]),
         "parts_s": {part: median(lap[part] for lap in laps) for part in ("accumulate", "threshold", "at_least")},
-        "triad_s": _spread([lap["triad"] for lap in laps]),
+        "triad_s": spread([lap["triad"] for lap in laps]),
         "bytes_per_s": bytes_per_s,
         "floor_bytes": floor_bytes,
         "floor_s": floor_bytes / bytes_per_s,
@@ -112,14 +114,12 @@ def _selection_summary(numel: int, k: int, laps: list[dict[str, float]]) -> dict
 
 def time_steps(numel: int, size: int, density: float, rounds: int) -> dict[str, Any]:
     """Return the times of every contender on `size` processes, with the split by phase and the bytes sent."""
-    with tempfile.TemporaryDirectory() as folder:
-        _run_processes(_worker, size, folder, numel, density, rounds)
-        ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(size)]
+    ranks = run_processes(_time_rank, size, numel, density, rounds)
     contenders = {name: _step_summary([laps[name] for laps in ranks]) for name in ranks[0]}
     return {
         "numel": numel,
         "ranks": size,
-        "threads": _threads_for(size),
+        "threads": threads_for(size),
         "k": num_selected(numel, density),
         "contenders": contenders,
     }
@@ -134,23 +134,16 @@ def _step_summary(ranks: list[list[Lap]]) -> dict[str, Any]:
         lap["phases"]["other"] = lap["seconds"] - sum(lap["phases"].values())
     names = [name for name in PHASES if any(name in lap["phases"] for lap in counted)]
     return {
-        "seconds": _spread(seconds),
+        "seconds": spread(seconds),
         "first_s": slowest[0]["seconds"],
         "sent_bytes": max(median(lap["sent_bytes"] for lap in laps[WARM_UP:]) for laps in ranks),
-        "phases": {name: _spread([lap["phases"].get(name, 0.0) for lap in counted]) for name in names},
+        "phases": {name: spread([lap["phases"].get(name, 0.0) for lap in counted]) for name in names},
     }
 
 
-def _worker(rank: int, size: int, folder: str, numel: int, density: float, rounds: int) -> None:
-    torch.set_num_threads(_threads_for(size))
-    store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-    try:
-        pool = [heavy_tailed(numel, seed=100 * rank + i) for i in range(POOL)]
-        laps = _laps(_contenders(numel, density), pool, WARM_UP + rounds)
-    finally:
-        dist.destroy_process_group()
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(laps))
+def _time_rank(numel: int, density: float, rounds: int) -> dict[str, list[Lap]]:
+    pool = [heavy_tailed(numel, seed=100 * dist.get_rank() + i) for i in range(POOL)]
+    return _laps(_contenders(numel, density), pool, WARM_UP + rounds)
 
 
 def _laps(contenders: dict[str, Contender], pool: list[Tensor], rounds: int) -> dict[str, list[Lap]]:
@@ -243,39 +236,15 @@ def heavy_tailed(numel: int, seed: int) -> Tensor:
     return gradient.pow_(3)
 
 
-def _run_processes(worker: Callable[..., None], size: int, *args: Any) -> None:
-    """Run `worker(rank, size, *args)` on processes; the first that raises, or the deadline, ends all."""
-    context = mp.spawn(worker, args=(size, *args), nprocs=size, join=False)
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{size} ranks did not end within {DEADLINE_S:g} s")
-    finally:
-        for process in context.processes:
-            process.kill()
-
-
 def _seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads_for(size: int) -> int:
-    return max(1, _num_cores() // size)
-
-
 def _print(result: dict[str, Any]) -> None:
-    console = Console(width=124)
+    console, here = Console(width=160), result["hardware"]
+    console.print(f"{here['cores']} cores of {here['machine']}, load before the start {here['load']}")
     console.print(_selection_table(result))
     for steps in result["steps"]:
         console.print(_step_table(steps), _phase_table(steps))

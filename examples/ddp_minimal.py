@@ -1,7 +1,7 @@
 """The README's lines, as a program: torchrun --nproc-per-node 2 examples/ddp_minimal.py
 
-A small net learns a synthetic task on every rank's own samples. The lines with oktopk are the only ones that a DDP script
-does not have already.
+A small net learns a synthetic task on every rank's own samples. The lines with oktopk are the only ones that a DDP
+script does not have already.
 """
 
 import torch

@@ -1,0 +1,144 @@
+"""What is counted: each message once, at its size, under its phase; a block for oneself never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from oktopk import Metered, Traffic, run_local
+
+
+def metered(size: int, fn: Any) -> list[Traffic]:
+    def job(comm: Any) -> Traffic:
+        wrapped = Metered(comm)
+        fn(wrapped)
+        return wrapped.take()
+
+    return run_local(size, job)
+
+
+def test_an_all_gather_sends_a_block_to_each_peer() -> None:
+    for traffic in metered(4, lambda comm: comm.all_gather(torch.ones(10, dtype=torch.int64))):
+        assert (traffic.sent_bytes, traffic.received_bytes, traffic.messages) == (240, 240, 3)
+        assert traffic.sizes == {("other", "all_gather"): Counter({80: 3})}
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 8, 10, 1001])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_an_all_reduce_counts_as_a_ring(numel: int, size: int) -> None:
+    """Every block is sent by all ranks but one, in each half."""
+    by_rank = metered(size, lambda comm: comm.all_reduce(torch.ones(numel)))
+    assert sum(t.sent_bytes for t in by_rank) == sum(t.received_bytes for t in by_rank) == 2 * (size - 1) * 4 * numel
+    assert all(t.messages <= 2 * (size - 1) for t in by_rank)
+    if numel % size == 0:
+        assert {t.sent_bytes for t in by_rank} == {2 * (size - 1) * 4 * numel // size}
+
+
+def test_an_all_to_all_counts_what_is_for_others() -> None:
+    def job(comm: Any) -> None:
+        send = [[5, 1, 0], [2, 7, 3], [0, 0, 9]]
+        comm.all_to_all(torch.ones(sum(send[comm.rank])), send[comm.rank], [row[comm.rank] for row in send])
+
+    by_rank = metered(3, job)
+    assert [t.sent_bytes for t in by_rank] == [4, 20, 0]
+    assert [t.received_bytes for t in by_rank] == [8, 4, 12]
+    assert [t.messages for t in by_rank] == [1, 2, 0]  # what is empty is no message
+
+
+def test_an_exchange_counts_the_sizes_that_travel_first() -> None:
+    def job(comm: Any) -> None:
+        comm.exchange([torch.ones(comm.rank * 2, dtype=torch.int32)] * 3)
+
+    by_rank = metered(3, job)
+    assert [t.sent_bytes for t in by_rank] == [16 + 2 * 8 * rank for rank in range(3)]
+    assert [t.received_bytes for t in by_rank] == [16 + 8 + 16, 16 + 16, 16 + 8]
+    assert [t.messages for t in by_rank] == [2, 4, 4]
+
+
+def test_a_swap_counts_what_leaves_and_what_comes() -> None:
+    def job(comm: Any) -> None:
+        if comm.rank == 0:
+            comm.swap(torch.ones(6, dtype=torch.int32), 1, 1, 0).wait()
+        else:
+            comm.swap(None, 0, 0, 6).wait()
+
+    first, second = metered(2, job)
+    assert (first.sent_bytes, first.received_bytes, first.messages) == (24, 0, 1)
+    assert (second.sent_bytes, second.received_bytes, second.messages) == (0, 24, 0)
+
+
+def test_one_rank_alone_has_no_traffic() -> None:
+    def job(comm: Any) -> None:
+        comm.all_reduce(torch.ones(9))
+        comm.all_gather(torch.ones(9))
+        comm.all_to_all(torch.ones(9), [9], [9])
+        comm.exchange([torch.ones(9)])
+
+    (traffic,) = metered(1, job)
+    assert (traffic.sent_bytes, traffic.received_bytes, traffic.messages) == (0, 0, 0)
+    assert sum(traffic.calls.values()) == 4
+
+
+def test_traffic_is_counted_under_its_phase() -> None:
+    def job(comm: Any) -> None:
+        with comm.phase("outer"):
+            comm.all_gather(torch.ones(1))
+            with comm.phase("inner"):
+                comm.all_gather(torch.ones(2))
+            comm.all_gather(torch.ones(4))
+        comm.all_gather(torch.ones(8))
+
+    for traffic in metered(2, job):
+        assert traffic.sent_by_phase == {"outer": 4 + 16, "inner": 8, "other": 32}
+        assert traffic.calls == {("outer", "all_gather"): 2, ("inner", "all_gather"): 1, ("other", "all_gather"): 1}
+        assert set(traffic.phase_seconds) == {"outer", "inner"}
+        assert traffic.phase_seconds["outer"] >= traffic.phase_seconds["inner"] > 0
+        assert all(seconds > 0 for seconds in traffic.comm_seconds.values())
+
+
+def test_a_phase_ends_where_it_raises() -> None:
+    def job(comm: Any) -> None:
+        wrapped = Metered(comm)
+        with pytest.raises(ZeroDivisionError), wrapped.phase("broken"):
+            raise ZeroDivisionError
+        wrapped.all_gather(torch.ones(1))
+        assert ("other", "all_gather") in wrapped.traffic.calls
+
+    run_local(1, job)
+
+
+def test_take_starts_again() -> None:
+    def job(comm: Any) -> None:
+        wrapped = Metered(comm)
+        wrapped.all_gather(torch.ones(3))
+        assert wrapped.take().sent_bytes == 12
+        assert wrapped.take().sent_bytes == 0
+
+    run_local(2, job)
+
+
+def test_traffics_add_up() -> None:
+    one, two = metered(3, lambda comm: (comm.all_gather(torch.ones(3)), comm.all_reduce(torch.ones(3))))[:2]
+    total = Traffic()
+    total.add_(one)
+    total.add_(two)
+    assert total.sent_bytes == one.sent_bytes + two.sent_bytes
+    assert total.received_bytes == one.received_bytes + two.received_bytes
+    assert total.messages == one.messages + two.messages
+    assert sum(total.calls.values()) == 4
+    assert one.sizes[("other", "all_gather")] == Counter({12: 2})  # adding leaves what is added alone
+
+
+def test_a_failure_is_passed_on() -> None:
+    def job(comm: Any) -> None:
+        wrapped = Metered(comm)
+        if comm.rank == 1:
+            wrapped.fail(OSError("gone"))
+        else:
+            wrapped.all_gather(torch.ones(1))
+
+    with pytest.raises(OSError, match="gone"):
+        run_local(2, job)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.harness import Processes, on_threads
+
+# The same examples on every run: what lands must not depend on luck. `deadline` measures the machine, not the code.
+settings.register_profile(
+    "laws",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=40,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("laws")
+
+torch.set_num_threads(1)  # ranks are threads here: eight of them with a pool each would only wait for each other
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Four gloo processes for the whole session; jobs may use the last one, two, three or all."""
+    pool = Processes(4, tmp_path_factory.mktemp("gloo"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["threads", pytest.param("gloo", marks=pytest.mark.processes)])
+def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Return `run(size, fn, *args)`, once for each way in which ranks can exist."""
+    return on_threads if request.param == "threads" else request.getfixturevalue("processes").run

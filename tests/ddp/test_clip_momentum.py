@@ -1,0 +1,163 @@
+"""Clipping, momentum correction and the density schedule do what their equations say."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from oktopk import MemorySink, Momentum, OkTopk
+from oktopk.select import num_selected
+from tests.ddp.harness import Net, Worlds, attach, grads_of, loss_of, relative_error, same_weights_
+
+pytestmark = pytest.mark.processes
+
+RELATIVE = 1e-6
+ROUNDING = 1e-5  # of fp32 norms and products
+
+
+def local_gradient(model: DDP, step: int) -> dict[str, Tensor]:
+    """Return this rank's own gradient, without DDP."""
+    net = copy.deepcopy(model.module)
+    net.zero_grad()
+    loss_of(net, dist.get_rank(), step).backward()
+    return grads_of(net)  # type: ignore[return-value]
+
+
+def norm_of(grads: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+
+
+def mean_over_ranks(grads: dict[str, Tensor], factor: float = 1.0) -> dict[str, Tensor]:
+    means = {name: grad.double() * factor for name, grad in grads.items()}
+    for mean in means.values():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return means
+
+
+def clipped_steps(clip: float, dense_steps: int, scale: float) -> list[dict[str, float]]:
+    """Return, for each step, this rank's norm, the delivered norm, and how far it is from what it should be."""
+    model, size = DDP(Net(), bucket_cap_mb=0.01), dist.get_world_size()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale != 1 else None
+    attached = attach(model, clip=clip, dense_steps=dense_steps, scaler=scaler)
+    seen = []
+    for step in range(4):
+        own = local_gradient(model, step)
+        limit = clip / math.sqrt(size) if step >= dense_steps else math.inf
+        expected = mean_over_ranks(own, min(1.0, limit / norm_of(own)))
+        model.zero_grad()
+        loss = loss_of(model, dist.get_rank(), step)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        came = {name: grad.double() / scale for name, grad in grads_of(model.module).items()}
+        error = max(relative_error(came[name], expected[name]) for name in came)
+        seen.append({"own": norm_of(own), "limit": limit, "delivered": norm_of(came), "error": error})
+    attached.detach()
+    return seen
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["", "scaler"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_rank_is_clipped_to_its_share_before_the_exchange(worlds: Worlds, size: int, scale: float) -> None:
+    clip = 0.05
+    for seen in worlds.run(size, clipped_steps, clip, 1, scale):
+        for step in seen:
+            assert step["error"] <= ROUNDING
+        assert all(step["own"] > clip for step in seen), "there was to be something to clip"
+        assert seen[0]["delivered"] > clip, "the dense step was to be left alone"
+        assert all(step["delivered"] <= clip / math.sqrt(size) * (1 + ROUNDING) for step in seen[1:])
+
+
+def test_a_gradient_below_the_limit_is_left_alone(worlds: Worlds) -> None:
+    for seen in worlds.run(2, clipped_steps, 1e6, 0, 1.0):
+        assert all(step["error"] <= RELATIVE for step in seen)
+
+
+def momentum_against_plain(settings: dict[str, Any], steps: int) -> list[float]:
+    """Return how far each step's gradient is from the momentum of SGD under plain DDP, along the same weights."""
+    theirs, ours = DDP(Net()), DDP(Net())
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    attached = attach(ours, momentum=Momentum(0.9, masking=False), **settings)
+    errors = []
+    for step in range(steps):
+        same_weights_(theirs, ours)
+        for model, optim in ((theirs, reference), (ours, optimizer)):
+            optim.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            optim.step()
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        errors.append(max(relative_error(a.grad, reference.state[b]["momentum_buffer"]) for a, b in pairs))
+    attached.detach()
+    return errors
+
+
+@pytest.mark.parametrize("settings", [{}, {"dense_steps": 10}, {"exclude": "*bias"}], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_momentum_at_density_one_is_momentum_sgd(worlds: Worlds, size: int, settings: dict[str, Any]) -> None:
+    for errors in worlds.run(size, momentum_against_plain, settings, 30):
+        assert len(errors) == 30
+        assert max(errors) <= RELATIVE
+
+
+def velocities(momentum: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return, after each step, what was delivered, the velocity, and the velocity that an unmasked rank would have."""
+    model = DDP(nn.Linear(8, 64, bias=False))
+    attached = attach(model, OkTopk(density=0.1), momentum=momentum)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen, velocity = [], torch.zeros(8 * 64)
+    for _ in range(4):
+        model.zero_grad()
+        target = torch.randn(64, generator=generator)
+        (model(torch.eye(8)) * target).sum().backward()
+        velocity = 0.9 * velocity + target.repeat_interleave(8)
+        kept = attached.state_dict()["velocity"]["weight"]
+        seen.append((model.module.weight.grad.view(-1).clone(), kept, velocity))
+        velocity = kept
+    attached.detach()
+    return seen
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_masking_stops_the_momentum_of_what_was_delivered(worlds: Worlds, masking: bool) -> None:
+    momentum = 0.9 if masking else Momentum(0.9, masking=False)
+    for seen in worlds.run(1, velocities, momentum):
+        for delivered, kept, unmasked in seen:
+            gone = delivered != 0
+            assert bool(gone.any())
+            assert bool((kept[gone] == 0).all()) == masking
+            assert relative_error(kept[~gone], unmasked[~gone]) <= RELATIVE
+            if not masking:
+                assert relative_error(kept, unmasked) <= RELATIVE
+
+
+def test_no_rank_masks_what_it_did_not_deliver(worlds: Worlds) -> None:
+    """With two ranks, an element may be delivered by one alone; the other's velocity there goes on."""
+    for seen in worlds.run(2, velocities, 0.9):
+        for delivered, kept, unmasked in seen:
+            masked = (kept == 0) & (unmasked != 0)
+            assert bool((delivered[masked] != 0).all())
+            assert relative_error(kept[~masked], unmasked[~masked]) <= RELATIVE
+
+
+def scheduled(schedule: list[tuple[int, float]], steps: int) -> list[tuple[str, int, int]]:
+    model, sink = DDP(nn.Linear(16, 64, bias=False)), MemorySink()
+    attached = attach(model, OkTopk(density=0.01), dense_steps=2, density_schedule=schedule, sinks=[sink])
+    for step in range(steps):
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+    attached.detach()
+    return [(record.phase, record.step, record.wanted) for record in sink.records]
+
+
+def test_the_schedule_gives_its_densities_at_its_steps(worlds: Worlds) -> None:
+    schedule = [(3, 0.25), (1, 0.0625), (2, 0.015625)]
+    wanted = [1024] * 2 + [num_selected(1024, d) for d in [0.25] * 3 + [0.0625] + [0.015625] * 2 + [0.01] * 3]
+    phases = ["dense"] * 2 + ["sparse"] * 9
+    for seen in worlds.run(2, scheduled, schedule, 11):
+        assert seen == list(zip(phases, range(11), wanted, strict=True))

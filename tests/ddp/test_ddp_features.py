@@ -1,0 +1,507 @@
+"""Everything that DDP users do: at density 1 it gives what plain DDP gives, whatever is done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+from oktopk import OkTopk
+from tests.ddp.harness import (
+    Net,
+    Raised,
+    Worlds,
+    attach,
+    batch,
+    error_of,
+    grads_of,
+    in_memory_order,
+    loss_of,
+    mean_of,
+    relative_error,
+    same_bits,
+    same_weights_,
+    weights_of,
+)
+
+pytestmark = pytest.mark.processes
+
+RELATIVE = 1e-6
+STEPS = 5
+
+
+def once(model: DDP, rank: int, step: int) -> None:
+    """The usual step."""
+    loss_of(model, rank, step).backward()
+
+
+def accumulated(model: DDP, rank: int, step: int) -> None:
+    with model.no_sync():
+        for micro in range(3):
+            loss_of(model, rank, 100 * step + micro).backward()
+    loss_of(model, rank, step).backward()
+
+
+def accumulated_after_the_first_step(model: DDP, rank: int, step: int) -> None:
+    """DDP learns a static graph in its first step, which cannot be one without an exchange."""
+    (accumulated if step else once)(model, rank, step)
+
+
+def branch_only_while_accumulating(model: DDP, rank: int, step: int) -> None:
+    """The branch has a gradient, though the backward pass that is exchanged does not reach it."""
+    with model.no_sync():
+        loss_of(model, rank, 100 * step, branch=True).backward()
+    loss_of(model, rank, step, branch=False).backward()
+
+
+def branch_on_one_rank_while_accumulating(model: DDP, rank: int, step: int) -> None:
+    with model.no_sync():
+        loss_of(model, rank, 100 * step, branch=rank == step % 2).backward()
+    loss_of(model, rank, step, branch=False).backward()
+
+
+def several_forwards(model: DDP, rank: int, step: int) -> None:
+    (loss_of(model, rank, step) + loss_of(model, rank, 100 + step)).backward()
+
+
+def forward_without_backward(model: DDP, rank: int, step: int) -> None:
+    """As validation between steps."""
+    with torch.no_grad():
+        loss_of(model, rank, 200 + step)
+    once(model, rank, step)
+
+
+def without_the_branch(model: DDP, rank: int, step: int) -> None:
+    loss_of(model, rank, step, branch=False).backward()
+
+
+def checkpointed(model: DDP, rank: int, step: int) -> None:
+    x, y = batch(rank, step)
+    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    nn.functional.mse_loss(out, y).backward()
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry.requires_grad_(False)
+        self.body[2].weight.requires_grad_(False)
+
+
+class Tied(Net):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[2].weight = self.body[0].weight
+
+
+class Scalar(Net):
+    """A parameter without dimensions, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        return super().forward(x, branch) * self.gain + self.nothing.sum()
+
+
+class Ignoring(Net):
+    """A parameter that DDP was told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        DDP._set_params_and_buffers_to_ignore_for_model(self, ["body.0.weight", "branch.bias"])
+
+
+class ConvNet(nn.Module):
+    def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(512, 4)
+        )
+        self.to(memory_format=memory_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class ChannelsLast(ConvNet):
+    def __init__(self) -> None:
+        super().__init__(torch.channels_last)
+
+
+def images(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 2, 8, 8, generator=generator).to(memory_format=torch.channels_last)
+
+
+def classify(model: nn.Module, rank: int, step: int) -> None:
+    nn.functional.cross_entropy(model(images(rank, step)), torch.arange(4)).backward()
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What a user does with DDP."""
+
+    make: Callable[[], nn.Module] = Net
+    step: Callable[[DDP, int, int], None] = once
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    zero_grad: bool = True
+
+
+HABITS = {
+    "no_sync": Habit(step=accumulated),
+    "no_sync, bucket view": Habit(step=accumulated, options={"gradient_as_bucket_view": True}),
+    "no_sync, a branch that only it uses": Habit(
+        step=branch_only_while_accumulating, options={"find_unused_parameters": True}
+    ),
+    "no_sync, a branch that only one rank uses in it": Habit(
+        step=branch_on_one_rank_while_accumulating, options={"find_unused_parameters": True}
+    ),
+    "several forwards": Habit(step=several_forwards),
+    "forward without backward": Habit(step=forward_without_backward),
+    "gradient_as_bucket_view": Habit(options={"gradient_as_bucket_view": True}),
+    "static_graph": Habit(options={"static_graph": True}),
+    "static_graph, a branch that nobody uses": Habit(step=without_the_branch, options={"static_graph": True}),
+    "static_graph, bucket view": Habit(options={"static_graph": True, "gradient_as_bucket_view": True}),
+    "static_graph, no_sync": Habit(step=accumulated_after_the_first_step, options={"static_graph": True}),
+    "activation checkpoints": Habit(step=checkpointed, options={"static_graph": True}),
+    "gradients never zeroed": Habit(zero_grad=False),
+    "frozen": Habit(Frozen),
+    "tied": Habit(Tied),
+    "scalar and empty": Habit(Scalar),
+    "ignored by DDP": Habit(Ignoring),
+    "conv": Habit(ConvNet, classify),
+    "channels_last": Habit(ChannelsLast, classify),
+    "channels_last, bucket view": Habit(ChannelsLast, classify, {"gradient_as_bucket_view": True}),
+    "default exclusion": Habit(settings={"exclude": oktopk.small_or_vector}),
+    "dense phase": Habit(settings={"dense_steps": 3}, options={"gradient_as_bucket_view": True}),
+}
+
+
+def compare(habit: Habit) -> tuple[list[float], bool]:
+    """Return the largest relative difference of each step from plain DDP, and whether anything stayed behind."""
+    rank = dist.get_rank()
+    theirs, ours = (DDP(habit.make(), bucket_cap_mb=0.005, **habit.options) for _ in range(2))
+    attached = attach(ours, **habit.settings)
+    errors = []
+    for step in range(STEPS):
+        same_weights_(theirs, ours)
+        for model in (theirs, ours):
+            if habit.zero_grad:
+                model.zero_grad(set_to_none=step % 2 == 0)
+            habit.step(model, rank, step)
+        expected, came = grads_of(theirs.module), grads_of(ours.module)
+        assert all((expected[n] is None) == (came[n] is None) for n in expected)
+        errors.append(
+            max(relative_error(came[n], expected[n]) for n in expected if expected[n] is not None and len(expected[n]))
+        )
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.05 * parameter.grad
+    left = any(bool(tensor.any()) for tensor in attached.residual.values())
+    attached.detach()
+    return errors, left
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_gradients_are_plain_ddps(worlds: Worlds, name: str) -> None:
+    for errors, left in worlds.run(2, compare, HABITS[name]):
+        assert max(errors) <= RELATIVE, errors
+        assert not left
+
+
+DTYPES = {torch.float64: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 64).to(first)
+        self.second = nn.Linear(64, 40).to(second)
+        self.third = nn.Linear(40, 4).to(first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.double()
+
+
+def mean_gradients(first: torch.dtype, second: torch.dtype, settings: dict[str, Any]) -> dict[str, float]:
+    """Return, by parameter, how far the gradients were from the float64 mean of the ranks' own, at worst."""
+    rank, net = dist.get_rank(), TwoDtypes(first, second)
+    local, model = copy.deepcopy(net), DDP(net, bucket_cap_mb=0.002)
+    attached, worst = attach(model, **settings), dict.fromkeys(weights_of(net), 0.0)
+    for step in range(4):
+        x, y = batch(rank, step, dtype=torch.float64)
+        for each in (local, model):
+            each.zero_grad()
+            nn.functional.mse_loss(each(x), y).backward()
+        for name, parameter in local.named_parameters():
+            mean = parameter.grad.double()
+            dist.all_reduce(mean)
+            came = net.get_parameter(name).grad
+            assert came.dtype == parameter.dtype
+            worst[name] = max(worst[name], relative_error(came, mean / dist.get_world_size()))
+    attached.detach()
+    return worst
+
+
+@pytest.mark.parametrize("settings", [{}, {"dense_steps": 9}, {"exclude": "*bias"}], ids=["sparse", "dense", "mixed"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float16),
+    ],
+    ids=str,
+)
+def test_any_floating_dtype_and_several_in_one_model(
+    worlds: Worlds, first: torch.dtype, second: torch.dtype, settings: dict[str, Any]
+) -> None:
+    tolerance = {**DTYPES, torch.float32: RELATIVE}
+    for worst in worlds.run(2, mean_gradients, first, second, settings):
+        for name, error in worst.items():
+            assert error <= tolerance[second if name.startswith("second") else first], name
+
+
+def channels_last_books() -> dict[str, dict[str, Tensor]]:
+    """Sparse steps of a channels_last net: what was applied, what the gradients were, what is left."""
+    rank, net = dist.get_rank(), ChannelsLast()
+    local, model = copy.deepcopy(net), DDP(net, bucket_cap_mb=0.01, broadcast_buffers=False)
+    attached = attach(model, OkTopk(density=0.05))
+    applied = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in net.named_parameters()}
+    gradient = copy.deepcopy(applied)
+    for step in range(10):
+        for each, books in ((local, gradient), (model, applied)):
+            each.zero_grad()
+            classify(each, rank, step)
+            for name, parameter in (each.module if each is model else each).named_parameters():
+                assert parameter.grad.stride() == parameter.stride()
+                books[name] += in_memory_order(parameter.grad).double()
+    attached.detach()
+    return {"applied": applied, "gradient": gradient, "residual": attached.residual}
+
+
+def test_a_channels_last_net_loses_nothing(worlds: Worlds) -> None:
+    by_rank = worlds.run(2, channels_last_books)
+    gradient, residual = (mean_of([each[what] for each in by_rank]) for what in ("gradient", "residual"))
+    for each in by_rank:
+        for name, applied in each["applied"].items():
+            assert relative_error(applied + residual[name], gradient[name]) <= 1e-5
+    assert any(bool(tensor.any()) for tensor in residual.values())
+
+
+def train_on(group: Any, exchange: Any, number: int, steps: int, attachments: int = 1) -> list[float]:
+    """Train attached and plain models on a group, attaching anew several times; return the differences."""
+    theirs, ours = DDP(Net(), process_group=group), DDP(Net(), process_group=group)
+    errors = []
+    for attachment in range(attachments):
+        attached = attach(ours, group=exchange, timeout=8.0)
+        for step in range(steps):
+            same_weights_(theirs, ours)
+            for model in (theirs, ours):
+                model.zero_grad()
+                loss_of(model, number, 10 * attachment + step).backward()
+            expected, came = grads_of(theirs.module), grads_of(ours.module)
+            errors.append(max(relative_error(came[name], expected[name]) for name in expected))
+        attached.detach()
+    return errors
+
+
+def on_a_subgroup(attachments: int) -> list[float]:
+    """Ranks 1 and 3 train; 0 and 2 do something else, at their own pace."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3]), dist.new_group([1, 3])]
+    if rank in (0, 2):
+        for _ in range(7):
+            dist.all_reduce(torch.ones(1000), group=groups[0])
+        return []
+    return train_on(groups[1], groups[2], rank, 4, attachments)
+
+
+def on_two_subgroups() -> list[float]:
+    """Both halves train, each its own model, and not for as long."""
+    rank = dist.get_rank()
+    groups = [[dist.new_group(ranks) for _ in range(2)] for ranks in ([0, 2], [1, 3])]
+    return train_on(*groups[rank % 2], rank, 3 + rank % 2)
+
+
+def on_a_subgroup_of_ranks_with_other_groups() -> list[float]:
+    """Rank 1 is in a group that rank 3 is not in: what a rank calls its groups must not matter."""
+    rank = dist.get_rank()
+    dist.new_group([0, 1])
+    group, exchange = dist.new_group([1, 3]), dist.new_group([1, 3])
+    return train_on(group, exchange, rank, 3) if rank in (1, 3) else []
+
+
+def on_a_subgroup_without_a_second_group() -> Raised | None:
+    group = dist.new_group([1, 3])
+    return error_of(lambda: attach(DDP(Net(), process_group=group))) if dist.get_rank() in (1, 3) else None
+
+
+def with_a_group_of_ones_own() -> list[float]:
+    group = dist.new_group()
+    theirs, ours = DDP(Net()), DDP(Net())
+    attached = attach(ours, group=group)
+    for model in (theirs, ours):
+        loss_of(model, dist.get_rank(), 0).backward()
+    attached.detach()
+    dist.barrier(group)  # it is the user's, and still there
+    expected, came = grads_of(theirs.module), grads_of(ours.module)
+    return [max(relative_error(came[name], expected[name]) for name in expected)]
+
+
+@pytest.mark.parametrize("attachments", [1, 3], ids=["once", "again and again"])
+def test_a_subgroup_trains_while_others_do_something_else(worlds: Worlds, attachments: int) -> None:
+    by_rank = worlds.run(4, on_a_subgroup, attachments)
+    assert [len(errors) for errors in by_rank] == [0, 4 * attachments, 0, 4 * attachments]
+    assert max(by_rank[1] + by_rank[3]) <= RELATIVE
+
+
+def test_two_subgroups_train_side_by_side(worlds: Worlds) -> None:
+    assert max(error for errors in worlds.run(4, on_two_subgroups) for error in errors) <= RELATIVE
+
+
+def test_a_subgroup_of_ranks_that_are_in_different_groups(worlds: Worlds) -> None:
+    by_rank = worlds.run(4, on_a_subgroup_of_ranks_with_other_groups)
+    assert max(by_rank[1] + by_rank[3]) <= RELATIVE
+
+
+def test_a_subgroup_needs_a_second_group_for_the_exchange(worlds: Worlds) -> None:
+    nothing, raised, _, _ = worlds.run(4, on_a_subgroup_without_a_second_group)
+    assert nothing is None
+    assert raised.kind == "SettingError"
+    assert "dist.new_group([1, 3])" in raised.message
+
+
+def test_a_group_of_the_users_own(worlds: Worlds) -> None:
+    assert max(error for errors in worlds.run(2, with_a_group_of_ones_own) for error in errors) <= RELATIVE
+
+
+def two_models() -> tuple[bool, bool]:
+    """Return whether each of two models, trained in turns, ended as when it is trained alone."""
+    rank, ends = dist.get_rank(), []
+    for alone in (True, False):
+        models = [DDP(Net(seed=seed), bucket_cap_mb=0.01) for seed in (1, 2)]
+        handles = [
+            attach(model, OkTopk(density=density, mode=mode))
+            for model, density, mode in zip(models, (0.02, 0.1), ("bounded", "paper"), strict=True)
+        ]
+        order = [(s, m) for m in (0, 1) for s in range(6)] if alone else [(s, m) for s in range(6) for m in (0, 1)]
+        for step, m in order:
+            if not alone and step % 3 == 2 and m == 0:
+                continue  # both at once, below
+            both = [m] if alone or step % 3 != 2 else [0, 1]
+            for each in both:
+                models[each].zero_grad()
+            torch.stack([loss_of(models[each], rank, 10 * each + step) for each in both]).sum().backward()
+            for each in both:
+                with torch.no_grad():
+                    for parameter in models[each].parameters():
+                        parameter -= 0.05 * parameter.grad
+        ends.append([weights_of(model.module) for model in models])
+        for handle in handles:
+            handle.detach()
+    return tuple(same_bits(a, b) for a, b in zip(*ends, strict=True))  # type: ignore[return-value]
+
+
+def test_two_attached_models_do_not_disturb_each_other(worlds: Worlds) -> None:
+    assert worlds.run(2, two_models) == [(True, True)] * 2
+
+
+def uneven(kind: str, steps_of_rank: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    rank = dist.get_rank()
+    model = DDP(Net(), bucket_cap_mb=0.01, find_unused_parameters=kind == "unused")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    attached = attach(model) if kind != "plain" else None
+    with Join([model]):
+        for step in range(steps_of_rank[rank]):
+            optimizer.zero_grad()
+            loss_of(model, rank, step, branch=kind != "unused" or step % 2 == 0).backward()
+            optimizer.step()
+    if attached is None:
+        return weights_of(model.module), {}, 0
+    attached.detach()
+    return weights_of(model.module), attached.residual, attached.step
+
+
+@pytest.mark.parametrize("steps_of_rank", [(3, 6), (6, 3), (5, 5)], ids=str)
+def test_uneven_inputs_with_join_train_as_under_plain_ddp(worlds: Worlds, steps_of_rank: tuple[int, ...]) -> None:
+    expected = worlds.run(2, uneven, "plain", steps_of_rank)
+    for (weights, residual, steps), (theirs, _, _) in zip(
+        worlds.run(2, uneven, "attached", steps_of_rank), expected, strict=True
+    ):
+        assert all(relative_error(weights[name], theirs[name]) <= 1e-5 for name in weights)
+        assert all(not bool(tensor.any()) for tensor in residual.values())
+        assert steps == max(steps_of_rank)
+
+
+def test_join_that_divides_by_the_ranks_that_are_left_is_refused_or_right(worlds: Worlds) -> None:
+    """DDP hands a hook nothing that says how many have joined."""
+    for raised, ours, theirs in worlds.run(2, join_dividing_by_the_rest):
+        assert raised is not None or all(relative_error(ours[name], theirs[name]) <= 1e-5 for name in ours)
+
+
+def join_dividing_by_the_rest() -> tuple[Raised | None, dict[str, Tensor], dict[str, Tensor]]:
+    ends, raised = [], None
+    for plain in (True, False):
+        model = DDP(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attached = None if plain else attach(model)
+
+        def train(model: DDP = model, optimizer: Any = optimizer) -> None:
+            with Join([model], divide_by_initial_world_size=False):
+                for step in range(2 + 2 * dist.get_rank()):
+                    optimizer.zero_grad()
+                    loss_of(model, dist.get_rank(), step).backward()
+                    optimizer.step()
+
+        raised = error_of(train)
+        if attached is not None:
+            attached.detach()
+        ends.append(weights_of(model.module))
+    return raised, ends[1], ends[0]
+
+
+def attach_in_mid_training() -> list[float]:
+    theirs, ours = DDP(Net(), bucket_cap_mb=0.005), DDP(Net(), bucket_cap_mb=0.005)
+    errors, attached = [], None
+    for step in range(6):
+        if step == 3:
+            attached = attach(ours)
+        same_weights_(theirs, ours)
+        for model in (theirs, ours):
+            model.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+        expected, came = grads_of(theirs.module), grads_of(ours.module)
+        errors.append(max(relative_error(came[name], expected[name]) for name in expected))
+    assert attached is not None
+    assert attached.step == 3
+    attached.detach()
+    return errors
+
+
+def test_attaching_between_steps_of_a_training_that_runs(worlds: Worlds) -> None:
+    for errors in worlds.run(2, attach_in_mid_training):
+        assert max(errors) <= RELATIVE

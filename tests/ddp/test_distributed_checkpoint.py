@@ -1,0 +1,213 @@
+"""`save_distributed` and `load_distributed`: what is pending survives, on as many ranks or on others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+from oktopk import OkTopk, TopkA
+from tests.ddp.harness import (
+    Net,
+    Raised,
+    Worlds,
+    attach,
+    error_of,
+    in_memory_order,
+    loss_of,
+    mean_of,
+    relative_error,
+    same_bits,
+    weights_of,
+)
+
+pytestmark = pytest.mark.processes
+
+CONSERVED = 1e-6
+STEPS, MORE = 8, 8
+BOUNDED = OkTopk(density=0.05, repartition_every=3, rethreshold_every=2)
+PAPER = OkTopk(density=0.05, mode="paper", repartition_every=3, rethreshold_every=2)
+
+
+def start(algorithm: Any, bucket_cap_mb: float = 0.01, **settings: Any) -> tuple[DDP, oktopk.Attached]:
+    model = DDP(Net(), bucket_cap_mb=bucket_cap_mb)
+    return model, attach(model, algorithm, **{"dense_steps": 2, "exclude": "*bias", **settings})
+
+
+def train(model: DDP, first: int, end: int) -> None:
+    for step in range(first, end):
+        model.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+
+
+def save(path: Path, algorithm: Any, settings: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Train, save, and go on: the residual that was saved, and the weights of the run that never stopped."""
+    model, attached = start(algorithm, **settings)
+    train(model, 0, STEPS)
+    oktopk.save_distributed(path, attached)
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), path / "net.pt")
+    saved = {"residual": attached.residual, "velocity": attached.state_dict()["velocity"]}
+    train(model, STEPS, STEPS + MORE)
+    attached.detach()
+    return saved | {"weights": weights_of(model.module)}
+
+
+def load(path: Path, algorithm: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Load and go on: the residual that was loaded, and what conservation says of the steps after it."""
+    model, attached = start(algorithm, **settings)
+    model.module.load_state_dict(torch.load(path / "net.pt", weights_only=True))
+    oktopk.load_distributed(path, attached)
+    loaded = {"residual": attached.residual, "velocity": attached.state_dict()["velocity"], "step": attached.step}
+    train(model, STEPS, STEPS + MORE)
+    attached.detach()
+    return loaded | {"weights": weights_of(model.module), "active steps": attached.summary().steps}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (BOUNDED, {}),
+        pytest.param(PAPER, {}, marks=pytest.mark.slow),
+        (BOUNDED, {"momentum": 0.9}),
+        pytest.param(TopkA(density=0.05), {}, marks=pytest.mark.slow),
+        pytest.param(BOUNDED, {"dense_steps": STEPS + 1}, marks=pytest.mark.slow),
+    ],
+    ids=["bounded", "paper", "momentum", "topka", "dense phase"],
+)
+def test_on_as_many_ranks_the_run_goes_on_with_the_same_bits(
+    worlds: Worlds, tmp_path: Path, algorithm: Any, settings: dict[str, Any]
+) -> None:
+    saved = worlds.run(2, save, tmp_path, algorithm, settings)
+    loaded = worlds.run(2, load, tmp_path, algorithm, settings)
+    for before, after in zip(saved, loaded, strict=True):
+        assert after["step"] == STEPS
+        assert all(same_bits(after[what], before[what]) for what in ("residual", "velocity", "weights"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}], ids=["", "momentum"])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1)])
+def test_on_other_ranks_the_mean_of_what_is_pending_is_conserved(
+    worlds: Worlds, tmp_path: Path, old: int, new: int, settings: dict[str, Any]
+) -> None:
+    saved = worlds.run(old, save, tmp_path, BOUNDED, settings)
+    loaded = worlds.run(new, load, tmp_path, BOUNDED, settings)
+    for what in ("residual", "velocity"):
+        before, after = mean_of([each[what] for each in saved]), mean_of([each[what] for each in loaded])
+        assert before.keys() == after.keys()
+        assert all(relative_error(after[name], before[name]) <= CONSERVED for name in before)
+    assert any(bool(tensor.any()) for tensor in saved[0]["residual"].values())
+    assert all(each["step"] == STEPS and each["active steps"] == MORE for each in loaded)
+
+
+def test_with_other_buckets_on_as_many_ranks_every_residual_keeps_its_place(worlds: Worlds, tmp_path: Path) -> None:
+    saved = worlds.run(2, save, tmp_path, BOUNDED, {"bucket_cap_mb": 0.004})
+    loaded = worlds.run(2, load, tmp_path, BOUNDED, {"bucket_cap_mb": 25})
+    for before, after in zip(saved, loaded, strict=True):
+        assert same_bits(after["residual"], before["residual"])
+        assert after["active steps"] == MORE
+        assert all(bool(tensor.isfinite().all()) for tensor in after["weights"].values())
+
+
+def test_with_other_exclusions_on_as_many_ranks_nothing_is_lost(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save, tmp_path, BOUNDED, {})
+    by_rank = worlds.run(2, load_and_account, tmp_path)
+    gradient, residual = (mean_of([each[what] for each in by_rank]) for what in ("gradient", "residual"))
+    for books in by_rank:
+        for name, applied in books["applied"].items():
+            missing = (applied + residual[name] - gradient[name]).abs().max()
+            assert float(missing) <= 1e-5 * float(gradient[name].abs().max() + 1)
+
+
+def load_and_account(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the books of a run whose first entry is what was loaded; its algorithm and exclusions are others."""
+    model, attached = start(PAPER, bucket_cap_mb=0.02, exclude="norm.*")
+    model.module.load_state_dict(torch.load(path / "net.pt", weights_only=True))
+    oktopk.load_distributed(path, attached)
+    local, gradient = copy.deepcopy(model.module), {n: t.double() for n, t in attached.residual.items()}
+    applied = {name: torch.zeros_like(tensor) for name, tensor in gradient.items()}
+    for step in range(STEPS, STEPS + MORE):
+        for net in (local, model):
+            net.zero_grad()
+            loss_of(net, dist.get_rank(), step).backward()
+        for name, parameter in model.module.named_parameters():
+            applied[name] += in_memory_order(parameter.grad).double()
+            gradient[name] += in_memory_order(local.get_parameter(name).grad).double()
+    attached.detach()
+    return {"applied": applied, "gradient": gradient, "residual": attached.residual}
+
+
+class Slashed(nn.Module):
+    """A net with a name that looks like a path."""
+
+    def __init__(self, name: str = "a/b") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 32)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers.values()]).sum(0)
+
+
+def test_any_name_of_a_parameter_will_do(worlds: Worlds, tmp_path: Path) -> None:
+    for before, after in worlds.run(2, save_and_load_slashed, tmp_path):
+        assert same_bits(after, before)
+
+
+def save_and_load_slashed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = DDP(Slashed())
+    attached = attach(model, OkTopk(density=0.1))
+    model(torch.randn(4, 8)).square().mean().backward()
+    oktopk.save_distributed(path, attached)
+    before = attached.residual
+    model(torch.randn(4, 8)).square().mean().backward()
+    oktopk.load_distributed(path, attached)
+    attached.detach()
+    return before, attached.residual
+
+
+@pytest.mark.parametrize("size", [2, 1], ids=["as many ranks", "fewer ranks"])
+def test_the_checkpoint_of_another_model_is_refused_with_the_names(worlds: Worlds, tmp_path: Path, size: int) -> None:
+    worlds.run(2, save, tmp_path, BOUNDED, {})
+    for raised, unchanged in worlds.run(size, load_into_another_model, tmp_path):
+        assert raised is not None
+        assert raised.kind == "StateError"
+        assert "layers.x.weight" in raised.message
+        assert "body.0.weight" in raised.message
+        assert unchanged
+
+
+def load_into_another_model(path: Path) -> tuple[Raised | None, bool]:
+    model = DDP(Slashed("x"))
+    attached = attach(model, BOUNDED)
+    model(torch.randn(4, 8)).square().mean().backward()
+    before = attached.residual
+    raised = error_of(lambda: oktopk.load_distributed(path, attached))
+    attached.detach()
+    return raised, same_bits(attached.residual, before)
+
+
+def test_a_folder_without_residuals_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    for raised in worlds.run(2, load_what_is_none_of_ours, tmp_path):
+        assert raised is not None
+        assert raised.kind == "StateError"
+        assert "save_distributed" in raised.message
+
+
+def load_what_is_none_of_ours(path: Path) -> Raised | None:
+    _, attached = start(BOUNDED)
+    dist.checkpoint.save({"x": torch.ones(1)}, checkpoint_id=path)
+    raised = error_of(lambda: oktopk.load_distributed(path, attached))
+    attached.detach()
+    return raised

@@ -1,0 +1,130 @@
+"""The worker thread and the exchange's group live as long as the attachment, and not longer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from oktopk import MemorySink, OkTopk
+from tests.ddp.harness import Net, Worlds, attach, error_of, loss_of
+
+pytestmark = pytest.mark.processes
+
+
+class ClosedSink(MemorySink):
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("oktopk")]
+
+
+def num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def drop_both(steps: int) -> dict[str, Any]:
+    """Train, then forget model and handle."""
+    groups, sink = num_groups(), ClosedSink()
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    attached = attach(model, OkTopk(density=0.1), sinks=[sink])
+    for step in range(steps):
+        loss_of(model, dist.get_rank(), step).backward()
+    during = len(workers()), num_groups() - groups
+    watched = weakref.ref(attached)
+    del model, attached
+    gc.collect()
+    return {
+        "during": during,
+        "after": (len(workers()), num_groups() - groups),
+        "gone": watched() is None,
+        "closed": sink.closed,
+        "records": len(sink.records),
+    }
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_garbage_collection_of_model_and_handle_joins_the_worker(worlds: Worlds, steps: int) -> None:
+    for seen in worlds.run(2, drop_both, steps):
+        assert seen["during"] == (1, 1)
+        assert seen["gone"]
+        assert seen["after"] == (0, 0)
+        assert seen["closed"]
+        assert seen["records"] == steps
+
+
+def drop_the_handle() -> tuple[list[bool], int]:
+    """A script that does not keep what attach() returns is attached all the same."""
+    model, sink = DDP(Net(), bucket_cap_mb=0.01), ClosedSink()
+    attach(model, OkTopk(density=0.1), sinks=[sink])
+    zeros = []
+    for step in range(3):
+        gc.collect()
+        model.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        zeros.append(bool((model.module.body[0].weight.grad == 0).any()))
+    count = len(workers())
+    del model
+    gc.collect()
+    return zeros, count - len(workers())
+
+
+def test_a_handle_that_nobody_keeps_still_works(worlds: Worlds) -> None:
+    for zeros, joined in worlds.run(2, drop_the_handle):
+        assert all(zeros), "these gradients were to be sparse"
+        assert joined == 1
+
+
+def drop_the_model() -> tuple[bool, bool, int]:
+    """A handle that outlives its model: not active, and its records are still there."""
+    model = DDP(Net())
+    attached = attach(model, OkTopk(density=0.1))
+    loss_of(model, dist.get_rank(), 0).backward()
+    before = attached.active
+    del model
+    gc.collect()
+    after = attached.active
+    attached.detach()
+    return before, after, attached.summary().steps
+
+
+def test_a_handle_without_its_model_is_not_active(worlds: Worlds) -> None:
+    assert worlds.run(2, drop_the_model) == [(True, False, 1)] * 2
+
+
+def attach_often() -> tuple[int, int]:
+    groups, model = num_groups(), DDP(Net())
+    for step in range(5):
+        attached = attach(model, OkTopk(density=0.1))
+        loss_of(model, dist.get_rank(), step).backward()
+        attached.detach()
+    return len(workers()), num_groups() - groups
+
+
+def test_attaching_often_leaves_nothing_behind(worlds: Worlds) -> None:
+    assert worlds.run(2, attach_often) == [(0, 0)] * 2
+
+
+def detach_after_the_world_has_ended() -> tuple[Any, int]:
+    """Scripts call destroy_process_group() and let the rest go as it goes."""
+    model = DDP(Net())
+    attached = attach(model, OkTopk(density=0.1))
+    loss_of(model, dist.get_rank(), 0).backward()
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return error_of(attached.detach), len(workers())
+
+
+def test_detach_after_the_world_has_ended_and_another_began(worlds: Worlds) -> None:
+    assert worlds.run(2, detach_after_the_world_has_ended) == [(None, 0)] * 2

@@ -1,0 +1,213 @@
+"""A gradient that is not finite, anywhere, on any rank, is an error or a skipped step on all, and leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from oktopk import Dense, GaussianK, GTopk, OkTopk, TopkA, TopkDSA
+from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, name_of, same_bits, weights_of
+
+pytestmark = pytest.mark.processes
+
+SPARSE, DENSE = "body.0.weight", "body.0.bias"
+DENSE_STEPS = 3
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Accident:
+    """A value in the gradient of a parameter, on one rank, at one step."""
+
+    parameter: str = SPARSE
+    step: int = 5
+    rank: int = 1
+    value: float = math.nan
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of the step of the accident, and of the run."""
+
+    raised: Raised | None
+    skipped: bool
+    all_finite: bool
+    undone: bool
+    nonfinite_steps: int
+    weights: dict[str, Tensor]
+    active: bool
+
+
+@contextmanager
+def happening(accident: Accident, model: DDP, step: int) -> Iterator[None]:
+    if (step, dist.get_rank()) != (accident.step, accident.rank):
+        yield
+        return
+
+    def spoil(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[-1] = accident.value
+        return grad
+
+    handle = model.module.get_parameter(accident.parameter).register_hook(spoil)
+    yield
+    handle.remove()
+
+
+def train(accident: Accident | None, algorithm: Any, settings: dict[str, Any]) -> Seen:
+    """Train through an accident; without one, leave out the step where it would be."""
+    model = DDP(Net(), bucket_cap_mb=0.005)
+    attached = attach(model, algorithm, **{"dense_steps": DENSE_STEPS, "exclude": "*bias", **settings})
+    raised, undone, skipped, all_finite = None, False, False, True
+    for step in range(STEPS):
+        if accident is None and step == Accident.step:
+            continue
+        before = attached.state_dict()
+        model.zero_grad()
+        loss = loss_of(model, dist.get_rank(), step)
+        if accident is None or step != accident.step:
+            loss.backward()
+            update_(model)
+            continue
+        with happening(accident, model, step):
+            raised = error_of(loss.backward)
+        after = attached.state_dict()
+        undone = all(same_bits(after[what], before[what]) for what in ("residual", "velocity"))
+        assert attached.last is not None
+        skipped = attached.last.skipped
+        all_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+    active = attached.active
+    attached.detach()
+    count = attached.summary().nonfinite
+    return Seen(raised, skipped, all_finite, undone, count, weights_of(model.module), active)
+
+
+def update_(model: DDP) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+
+
+OKTOPK = OkTopk(density=0.05)
+ACCIDENTS = {
+    "sparse parameter": Accident(),
+    "dense parameter": Accident(DENSE),
+    "inf": Accident(value=math.inf),
+    "minus inf in a dense parameter on rank 0": Accident(DENSE, rank=0, value=-math.inf),
+    "first sparse step": Accident(step=DENSE_STEPS),
+    "dense phase": Accident(step=1),
+    "dense phase, dense parameter, inf": Accident(DENSE, step=2, rank=0, value=math.inf),
+    "very first step": Accident(step=0),
+}
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_raising_ends_backward_on_all_ranks_and_names_rank_and_parameter(worlds: Worlds, name: str) -> None:
+    accident = ACCIDENTS[name]
+    for seen in worlds.run(2, train, accident, OKTOPK, {}):
+        assert seen.raised is not None
+        assert "NonFiniteError" in seen.raised.message
+        assert f"rank {accident.rank}" in seen.raised.message
+        assert repr(accident.parameter) in seen.raised.message
+        assert seen.undone
+        assert seen.active
+        assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_skipping_delivers_what_is_not_finite_and_counts_it(worlds: Worlds, name: str) -> None:
+    for seen in worlds.run(2, train, ACCIDENTS[name], OKTOPK, {"on_nonfinite": "skip"}):
+        assert seen.raised is None
+        assert seen.skipped
+        assert not seen.all_finite
+        assert seen.undone
+        assert seen.nonfinite_steps == 1
+        assert seen.active
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (OKTOPK, {"momentum": 0.9}),
+        (OKTOPK, {"clip": 0.01}),
+        (OkTopk(density=0.05, mode="paper"), {}),
+        (OkTopk(density=0.05, ranking="scaled"), {"momentum": 0.9}),
+        (TopkA(density=0.05), {}),
+        (TopkDSA(density=0.05), {}),
+        (GTopk(density=0.05), {}),
+        (GaussianK(density=0.05), {}),
+        (Dense(), {}),
+    ],
+    ids=lambda thing: name_of(thing) if not isinstance(thing, dict) else str(thing),
+)
+def test_residual_and_velocity_are_as_before_whatever_the_algorithm(
+    worlds: Worlds, algorithm: Any, settings: dict[str, Any], on_nonfinite: str
+) -> None:
+    for seen in worlds.run(3, train, Accident(rank=2), algorithm, {"on_nonfinite": on_nonfinite, **settings}):
+        assert seen.undone
+        assert seen.skipped
+        assert (seen.raised is not None) == (on_nonfinite == "raise")
+
+
+def test_a_run_with_a_skipped_step_ends_as_one_without_that_step(worlds: Worlds) -> None:
+    """TopkA has no state of its own, so that nothing at all may differ."""
+    algorithm, settings = TopkA(density=0.05), {"on_nonfinite": "skip"}
+    skipped = worlds.run(2, train, Accident(), algorithm, settings)
+    without = worlds.run(2, train, None, algorithm, settings)
+    assert all(same_bits(a.weights, b.weights) for a, b in zip(skipped, without, strict=True))
+
+
+def test_sums_that_overflow_are_refused_too(worlds: Worlds) -> None:
+    """Every rank's gradient is finite, their sum is not, where a parameter travels dense beside sparse ones.
+
+    The dense phase divides before it sums, as DDP does, and has nothing to refuse.
+    """
+    for (dense_undone, dense_raised), (undone, raised) in worlds.run(2, overflow):
+        assert dense_undone
+        assert dense_raised is None
+        assert undone
+        assert raised is not None
+        assert "NonFiniteError" in raised.message
+
+
+def overflow() -> list[tuple[bool, Raised | None]]:
+    model = DDP(torch.nn.Linear(4, 4, bias=False))
+    attached = attach(model, OKTOPK, dense_steps=1, exclude="weight")
+    seen = []
+    for _ in range(2):
+        before = attached.residual
+        model.zero_grad()
+        loss = (model(torch.eye(4)) * 3e38).sum()
+        raised = error_of(loss.backward)
+        seen.append((same_bits(attached.residual, before), raised))
+    attached.detach()
+    return seen
+
+
+def test_a_sparse_sum_that_overflows_loses_nothing(worlds: Worlds) -> None:
+    """Whatever is delivered or refused: a finite gradient is either in what is applied or still held back."""
+    for before, after, applied, raised in worlds.run(2, overflow_sparsely):
+        assert raised is not None or applied.isfinite().all()
+        if raised is not None:
+            assert same_bits(after, before)
+
+
+def overflow_sparsely() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Raised | None]:
+    model = DDP(torch.nn.Linear(4, 4, bias=False))
+    attached = attach(model, OkTopk(density=1.0))
+    before = attached.residual
+    loss = (model(torch.eye(4)) * 3e38).sum()
+    raised = error_of(loss.backward)
+    attached.detach()
+    grad = model.module.weight.grad
+    return before, attached.residual, torch.zeros(1) if grad is None else grad.clone(), raised

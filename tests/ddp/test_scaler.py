@@ -1,0 +1,255 @@
+"""With a GradScaler, residuals are in unscaled units: whatever the scale does, updates are what they are without it.
+
+Scales are powers of two, so that scaling and unscaling round nothing: the two runs can be held to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from oktopk import OkTopk, TopkA
+from tests.ddp.harness import (
+    Net,
+    Raised,
+    Worlds,
+    attach,
+    batch,
+    error_of,
+    mean_of,
+    name_of,
+    relative_error,
+    same_bits,
+    weights_of,
+)
+
+pytestmark = pytest.mark.processes
+
+STEPS = 14
+DENSE_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, with or without a scaler; at some steps rank 1's gradient is Inf."""
+
+    algorithm: Any
+    scaled: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    inf_at: tuple[int, ...] = (1, 7)
+    init_scale: float = 2.0**10
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a run ended, and how its scale went."""
+
+    weights: dict[str, Tensor]
+    residual: dict[str, Tensor]
+    velocity: dict[str, Tensor]
+    scales: list[float]
+    skipped: int
+
+
+def train(run: Run) -> Trained:
+    rank, model = dist.get_rank(), DDP(Net(), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=run.scaled, init_scale=run.init_scale, growth_interval=3)
+    attached = attach(
+        model,
+        run.algorithm,
+        **{"dense_steps": DENSE_STEPS, "exclude": "*bias", "scaler": scaler, "on_nonfinite": "skip", **run.settings},
+    )
+    scales = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=run.autocast, enabled=run.autocast is not None):
+            output = model(x)
+        loss = nn.functional.mse_loss(output.float(), y)
+        spoiled = step in run.inf_at and rank == 1
+        scaler.scale(loss * math.inf if spoiled else loss).backward()
+        scales.append(scaler.get_scale())
+        if run.scaled:
+            scaler.step(optimizer)
+            scaler.update()
+        elif all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+            optimizer.step()
+    attached.detach()
+    velocity = attached.state_dict()["velocity"]
+    return Trained(weights_of(model.module), attached.residual, velocity, scales, attached.summary().nonfinite)
+
+
+def check_alike(with_scaler: list[Trained], without: list[Trained]) -> None:
+    for ours, theirs in zip(with_scaler, without, strict=True):
+        assert any(a < b for a, b in zip(ours.scales, ours.scales[1:], strict=False)), "the scale was to grow"
+        assert any(a > b for a, b in zip(ours.scales, ours.scales[1:], strict=False)), "the scale was to shrink"
+        assert ours.skipped == theirs.skipped == 2
+        for what in ("weights", "residual", "velocity"):
+            assert same_bits(getattr(ours, what), getattr(theirs, what)), what
+
+
+SETTINGS: list[tuple[Any, dict[str, Any]]] = [
+    (OkTopk(density=0.05, repartition_every=4), {}),
+    (OkTopk(density=0.05, mode="paper", repartition_every=4, rethreshold_every=3), {}),
+    (OkTopk(density=0.05), {"momentum": 0.9}),
+    (OkTopk(density=0.05), {"clip": 0.25}),
+    (TopkA(density=0.05), {"dense_steps": 0, "exclude": ()}),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"), SETTINGS, ids=lambda x: str(x) if isinstance(x, dict) else name_of(x)
+)
+def test_updates_are_those_without_a_scaler(worlds: Worlds, algorithm: Any, settings: dict[str, Any]) -> None:
+    runs = [worlds.run(2, train, Run(algorithm, scaled, settings)) for scaled in (True, False)]
+    check_alike(*runs)
+
+
+def test_updates_under_bfloat16_autocast_are_those_without_a_scaler(worlds: Worlds) -> None:
+    runs = [
+        worlds.run(2, train, Run(OkTopk(density=0.05), scaled, autocast=torch.bfloat16)) for scaled in (True, False)
+    ]
+    check_alike(*runs)
+
+
+def test_under_float16_autocast_updates_are_nearly_those_without_a_scaler(worlds: Worlds) -> None:
+    """Nearly: float16 rounds small gradients more coarsely without a scaler."""
+    scaled, plain = (
+        worlds.run(2, train, Run(OkTopk(density=1.0), scaled, autocast=torch.float16)) for scaled in (True, False)
+    )
+    for ours, theirs in zip(scaled, plain, strict=True):
+        assert len(set(ours.scales)) > 1
+        assert all(relative_error(ours.weights[name], theirs.weights[name]) <= 1e-3 for name in ours.weights)
+
+
+def test_a_scale_that_overflows_float16_settles(worlds: Worlds) -> None:
+    run = Run(OkTopk(density=0.05), True, autocast=torch.float16, init_scale=2.0**22, inf_at=())
+    trained = worlds.run(2, train, run)
+    for ours in trained:
+        assert 0 < ours.skipped < STEPS
+        assert ours.scales == trained[0].scales
+        assert same_bits(ours.weights, trained[0].weights)
+        assert all(bool(weight.isfinite().all()) for weight in ours.weights.values())
+
+
+def test_a_scaler_that_is_not_enabled_changes_nothing(worlds: Worlds) -> None:
+    algorithm = OkTopk(density=0.05)
+    given = worlds.run(2, train, Run(algorithm))
+    without = worlds.run(2, train, Run(algorithm, settings={"scaler": None}))
+    assert all(same_bits(a.weights, b.weights) for a, b in zip(given, without, strict=True))
+
+
+def test_with_raise_an_overflow_is_an_error_on_all_ranks(worlds: Worlds) -> None:
+    for raised in worlds.run(2, overflow_and_raise):
+        assert raised is not None
+        assert "rank 1" in raised.message
+
+
+def overflow_and_raise() -> Raised | None:
+    model = DDP(Net())
+    scaler = torch.amp.GradScaler("cpu")
+    attached = attach(model, OkTopk(density=0.05), scaler=scaler)
+    x, y = batch(dist.get_rank(), 0)
+    loss = nn.functional.mse_loss(model(x), y)
+    raised = error_of(scaler.scale(loss * math.inf if dist.get_rank() else loss).backward)
+    attached.detach()
+    return raised
+
+
+def test_clipping_the_whole_gradient_after_unscaling_works_as_ever(worlds: Worlds) -> None:
+    for norm, limit in worlds.run(2, unscale_and_clip):
+        assert norm <= limit * (1 + 1e-5)
+
+
+def unscale_and_clip() -> tuple[float, float]:
+    model = DDP(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    attached = attach(model, OkTopk(density=0.5), scaler=scaler)
+    worst, limit = 0.0, 0.01
+    for step in range(4):
+        x, y = batch(dist.get_rank(), step)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), limit)) > limit
+        worst = max(worst, float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+        scaler.step(optimizer)
+        scaler.update()
+    attached.detach()
+    return worst, limit
+
+
+@pytest.mark.parametrize("phase", ["dense", "sparse", "momentum"])
+def test_float16_parameters_lose_no_small_gradients_to_the_scale(worlds: Worlds, phase: str) -> None:
+    """Unscaled, these gradients would be denormal in float16, if anything."""
+    for came, expected in worlds.run(2, scaled_float16, phase):
+        assert relative_error(came, expected) <= 2.0**-10
+
+
+def scaled_float16(phase: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Linear(16, 16, bias=False).half()
+    model, scaler = DDP(net), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    settings = {"dense_steps": int(phase == "dense"), "momentum": 0.9 if phase == "momentum" else None}
+    attached = attach(model, OkTopk(density=1.0), scaler=scaler, **settings)
+    generator = torch.Generator().manual_seed(0)
+    targets = [torch.randn(16, 16, generator=generator).half() for _ in range(2)]
+    scaler.scale(torch.zeros(1))  # a scaler makes its scale when it is first used
+    (model(torch.eye(16).half()).float() * targets[dist.get_rank()].float()).sum().backward()
+    attached.detach()
+    mean = (targets[0].double() + targets[1].double()).t() / 2
+    return net.weight.grad.double(), mean
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["sparse", "flush"])
+def test_more_than_float16_can_hold_is_delivered_in_parts_or_refused(worlds: Worlds, flush: bool) -> None:
+    """What was held back for several steps is more than a float16 gradient can carry at once: nothing may be lost."""
+    by_rank = worlds.run(2, too_much_for_float16, flush)
+    pending = mean_of([{"w": each["residual"]} for each in by_rank])["w"]
+    for each in by_rank:
+        assert bool(each["applied"].isfinite().all()), "a finite gradient became infinite"
+        assert relative_error(each["applied"] + pending, each["gradient"]) <= 1e-5
+
+
+def too_much_for_float16(flush: bool) -> dict[str, Tensor]:
+    net = nn.Linear(8, 8, bias=False).half()
+    model = DDP(net)
+    attached = attach(model, OkTopk(density=0.02), on_nonfinite="skip")
+    applied, gradient = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)
+    for step in range(8):
+        if step == 5 and flush:
+            attached.exclude("weight")
+        net.weight.grad = None
+        (model(torch.eye(8).half()).float() * 30_000.0).sum().backward()
+        assert attached.last is not None
+        if not attached.last.skipped:
+            applied += net.weight.grad.double().view(-1)
+            gradient += 30_000.0
+    attached.detach()
+    return {"applied": applied, "gradient": gradient, "residual": attached.residual["weight"]}
+
+
+def test_the_dense_phase_holds_as_large_float16_gradients_as_plain_ddp(worlds: Worlds) -> None:
+    """Their mean fits, their sum does not."""
+    for came, raised in worlds.run(2, large_float16):
+        assert raised is None
+        assert bool((came == 40_000).all())
+
+
+def large_float16() -> tuple[Tensor, Raised | None]:
+    net = nn.Linear(8, 8, bias=False).half()
+    model = DDP(net)
+    attached = attach(model, OkTopk(density=0.02), dense_steps=5)
+    raised = error_of((model(torch.eye(8).half()).float() * 40_000.0).sum().backward)
+    attached.detach()
+    return net.weight.grad.clone() if net.weight.grad is not None else torch.zeros(1), raised

@@ -1,0 +1,240 @@
+"""One record a step, from the very first, to every sink; a summary that is never NaN; one loud line at the start."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+from oktopk import CallbackSink, JsonlSink, MemorySink, OkTopk, StepRecord, Summary, TopkA
+from tests.ddp.harness import EXCHANGE_TIMEOUT_S, Net, Worlds, attach, loss_of
+
+pytestmark = pytest.mark.processes
+
+NUMEL = sum(parameter.numel() for parameter in Net().parameters())
+DENSE_STEPS, STEPS = 3, 7
+
+
+def numbers_in(thing: Any) -> list[float]:
+    if isinstance(thing, dict):
+        return [number for value in thing.values() for number in numbers_in(value)]
+    if isinstance(thing, (list, tuple)):
+        return [number for value in thing for number in numbers_in(value)]
+    return [thing] if isinstance(thing, (int, float)) else []
+
+
+class Run:
+    """A net, attached; it takes the usual steps when asked to."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.model = DDP(Net(), bucket_cap_mb=0.005)
+        defaults = {"dense_steps": DENSE_STEPS, "exclude": "*bias"}
+        self.attached = attach(self.model, OkTopk(density=0.01), **{**defaults, **settings})
+
+    def step(self, step: int, factor: float = 1.0) -> None:
+        (loss_of(self.model, dist.get_rank(), step) * factor).backward()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank's sinks, and its handle, had to say."""
+
+    records: list[StepRecord]
+    called: list[StepRecord]
+    last: list[StepRecord | None]
+    summary: Summary
+    lines: list[str]
+
+
+def run_with_sinks(folder: Path) -> Recorded:
+    memory, called, path = MemorySink(), list[StepRecord](), folder / f"{dist.get_rank()}" / "records.jsonl"
+    run = Run(sinks=[memory, called.append, CallbackSink(called.append), JsonlSink(path)])
+    last = [run.attached.last]
+    for step in range(STEPS):
+        run.step(step)
+        last.append(run.attached.last)
+    run.attached.detach()
+    return Recorded(memory.records, called, last, run.attached.summary(), path.read_text().splitlines())
+
+
+@pytest.fixture(scope="module")
+def recorded(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
+    return worlds.run(2, run_with_sinks, tmp_path_factory.mktemp("sinks"))
+
+
+def test_every_step_has_a_record_from_the_very_first(recorded: list[Recorded]) -> None:
+    for seen in recorded:
+        assert [record.step for record in seen.records] == list(range(STEPS))
+        assert seen.called == [record for record in seen.records for _ in range(2)]
+        assert seen.last == [None, *seen.records]
+        assert [json.loads(line) for line in seen.lines] == [json.loads(json.dumps(asdict(r))) for r in seen.records]
+        assert seen.summary.steps == STEPS
+        assert all(math.isfinite(number) for record in seen.records for number in numbers_in(asdict(record)))
+
+
+def test_dense_steps_say_that_they_are_dense(recorded: list[Recorded]) -> None:
+    for seen in recorded:
+        for record in seen.records[:DENSE_STEPS]:
+            assert (record.phase, record.sparsity, record.compression_ratio) == ("dense", 0.0, 1.0)
+            assert record.numel == record.wanted == record.selected == record.nnz == NUMEL
+            assert record.nominal_bytes == 4 * NUMEL
+            assert record.sent_bytes == 4 * NUMEL  # two ranks: half of the gradient, then half of the sum
+            assert not record.skipped
+
+
+def test_sparse_steps_say_what_they_delivered(recorded: list[Recorded]) -> None:
+    biases = sum(p.numel() for name, p in Net().named_parameters() if name.endswith("bias"))
+    for seen in recorded:
+        for record in seen.records[DENSE_STEPS:]:
+            assert record.phase == "sparse"
+            assert biases < record.wanted < NUMEL / 4
+            assert record.nnz >= biases
+            assert record.sparsity == 1 - record.nnz / NUMEL
+            assert record.compression_ratio == NUMEL / record.nnz
+            assert 0 < record.sent_bytes < 4 * NUMEL
+
+
+def test_the_ranks_records_agree(recorded: list[Recorded]) -> None:
+    for records in zip(*(seen.records for seen in recorded), strict=True):
+        assert len({record.nnz for record in records}) == 1, "all ranks hold the same result"
+        assert sum(record.sent_bytes for record in records) == sum(record.received_bytes for record in records)
+
+
+def test_buckets_add_up_to_their_step(recorded: list[Recorded]) -> None:
+    for seen in recorded:
+        for record in seen.records:
+            assert len(record.buckets) > 1
+            for name in ("numel", "nnz", "wanted", "selected", "sent_bytes", "received_bytes", "messages"):
+                assert sum(getattr(bucket, name) for bucket in record.buckets) == getattr(record, name)
+            assert record.sent_bytes == sum(record.sent_by_phase.values())
+
+
+def test_the_summary_counts_by_phase(recorded: list[Recorded]) -> None:
+    for seen in recorded:
+        summary, sparse = seen.summary, seen.records[DENSE_STEPS:]
+        assert (summary.dense.steps, summary.sparse.steps, summary.nonfinite) == (DENSE_STEPS, len(sparse), 0)
+        assert (summary.dense.sparsity, summary.dense.compression_ratio) == (0.0, 1.0)
+        assert summary.sparse.sparsity == pytest.approx(1 - sum(r.nnz for r in sparse) / (NUMEL * len(sparse)))
+        assert summary.sparse.selected_per_wanted == pytest.approx(
+            sum(r.selected for r in sparse) / sum(r.wanted for r in sparse)
+        )
+        assert summary.dense.sent_bytes + summary.sparse.sent_bytes == sum(r.sent_bytes for r in seen.records)
+        assert summary.sparse.seconds.keys() == {name for record in sparse for name in record.seconds}
+        assert f"active on {len(sparse)} of {STEPS} steps" in str(summary)
+        assert "nan" not in str(summary).lower()
+
+
+def summaries() -> list[str]:
+    """The summary of nothing, of dense steps only, of sparse steps only, of skipped steps only."""
+    texts = []
+    for steps, dense_steps, factor in ((0, 5, 1.0), (2, 5, 1.0), (2, 0, 1.0), (2, 0, math.nan)):
+        run = Run(dense_steps=dense_steps, on_nonfinite="skip")
+        for step in range(steps):
+            run.step(step, factor)
+        run.attached.detach()
+        texts.append(str(run.attached.summary()))
+    return texts
+
+
+def test_a_summary_of_nothing_says_so(worlds: Worlds) -> None:
+    for nothing, dense, sparse, skipped in worlds.run(1, summaries):
+        for text in (nothing, dense, sparse, skipped):
+            assert "nan" not in text.lower()
+        assert _row(nothing, "sparsity") == ["n/a", "n/a"]
+        assert "active on 0 of 0 steps" in nothing
+        assert _row(dense, "sparsity") == ["0", "n/a"]
+        assert _row(dense, "compression_ratio") == ["1", "n/a"]
+        assert _row(sparse, "sparsity")[0] == "n/a"
+        assert _row(sparse, "sparsity")[1] != "n/a"
+        assert _row(skipped, "sparsity") == ["n/a", "n/a"]
+        assert "skipped 2 steps" in skipped
+
+
+def _row(text: str, name: str) -> list[str]:
+    return next(line.split()[1:] for line in text.splitlines() if line.startswith(name))
+
+
+class Broken:
+    """A sink that takes two records."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def write(self, record: StepRecord) -> None:
+        if len(self.records) == 2:
+            raise OSError("disk full")
+        self.records.append(record)
+
+    def close(self) -> None:
+        raise OSError("nothing to close")
+
+
+class Unclosable(MemorySink):
+    def close(self) -> None:
+        raise OSError("will not close")
+
+
+def run_with_broken_sinks() -> tuple[list[int], list[str], bool]:
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logging.getLogger("oktopk").addHandler(handler)
+    broken, memory, unclosable = Broken(), MemorySink(), Unclosable()
+    run = Run(sinks=[broken, memory, unclosable])
+    for step in range(STEPS):
+        run.step(step)
+    active = run.attached.active
+    run.attached.detach()
+    logging.getLogger("oktopk").removeHandler(handler)
+    counts = [len(sink.records) for sink in (broken, memory, unclosable)]
+    return counts, lines.getvalue().splitlines(), active
+
+
+def test_a_sink_that_fails_is_reported_once_and_dropped(worlds: Worlds) -> None:
+    for counts, lines, active in worlds.run(2, run_with_broken_sinks):
+        assert counts == [2, STEPS, STEPS]
+        assert active
+        assert len([line for line in lines if "Broken" in line and "disk full" in line]) == 1
+        assert len([line for line in lines if "Unclosable" in line and "will not close" in line]) == 1
+        assert len(lines) == 2
+
+
+def status_lines() -> list[str]:
+    lines = []
+    for model, settings in (
+        (nn.Linear(256, 128), {"dense_steps": 7}),
+        (nn.Linear(256, 128), {"dense_steps": 0, "exclude": ()}),
+        (Net(), {}),
+    ):
+        said = io.StringIO()
+        with redirect_stderr(said):
+            ddp = DDP(model)
+            attached = oktopk.attach(ddp, TopkA(density=0.02), timeout=EXCHANGE_TIMEOUT_S, **settings)
+        assert attached.active
+        attached.detach()
+        lines.append(said.getvalue())
+    return lines
+
+
+def test_one_line_says_at_the_start_what_is_active(worlds: Worlds) -> None:
+    first, second = worlds.run(2, status_lines)
+    assert second == ["", "", ""], "one rank speaks for all"
+    usual, all_sparse, all_dense = first
+    for words in ("TopkA", "density=0.02", "2 ranks", "7 dense steps", "1 parameters (32,768 elements) sparse"):
+        assert words in usual
+    assert "1 (128) dense" in usual
+    assert "kernel: cpu" in usual
+    assert usual.count("\n") == 1
+    assert "2 parameters (32,896 elements) sparse" in all_sparse
+    assert "WARNING" in all_dense
+    assert "WARNING" not in usual + all_sparse

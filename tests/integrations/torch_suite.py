@@ -1,0 +1,185 @@
+"""PyTorch's own DDP tests, as shipped in torch.testing, with our hook at density 1. Run by test_torch_comm_hooks.py.
+
+    BACKEND=gloo WORLD_SIZE=2 python tests/integrations/torch_suite.py Registered.test_...
+
+They are unittest classes that spawn their ranks by running this file again; so what is patched here is patched there.
+
+    Registered            a test that registers a hook gets ours in its place
+    RegisteredOnCpu       the same for a test that asks for GPUs, but only to put its tensors there: they stay here
+    Constructed           a test that makes DDP models without a hook gets ours attached to each of them
+    ConstructedOnCpu      the same for a test that asks for GPUs
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed import distributed_test
+from torch.testing._internal.distributed.distributed_test import DDPUnevenTestInput, DistributedTest, TestDistBackend
+
+import oktopk
+from oktopk.ddp import _hook
+
+MADE: list[tuple[DistributedDataParallel, oktopk.Attached]] = []
+"""The models are kept, so that they can be asked at the end whether gradients went through oktopk."""
+
+really_register = DistributedDataParallel.register_comm_hook
+really_init = DistributedDataParallel.__init__
+
+
+def attach(model: DistributedDataParallel) -> None:
+    MADE.append((model, oktopk.attach(model, oktopk.OkTopk(density=1.0), dense_steps=0, exclude=(), timeout=60)))
+
+
+def register(self: DistributedDataParallel, state: object, hook: Any) -> None:
+    if hook is _hook:
+        really_register(self, state, hook)
+    else:
+        attach(self)
+
+
+def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    really_init(self, *args, **kwargs)
+    attach(self)
+
+
+def init_on_cpu(self: DistributedDataParallel, module: nn.Module, device_ids: object = None, **kwargs: Any) -> None:
+    really_init(self, module, **kwargs)
+
+
+def init_on_cpu_and_attach(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    init_on_cpu(self, *args, **kwargs)
+    attach(self)
+
+
+class StayOnCpu(TorchFunctionMode):
+    """Makes moves to a GPU no moves, and tensors that are asked for on a GPU, by its number, CPU tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def staying_on_cpu(size: int) -> Iterator[None]:
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def itself(module: nn.Module, *_: Any) -> nn.Module:
+        return module
+
+    with ExitStack() as stack:
+        for name in ("set_device", "synchronize", "manual_seed"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, nothing))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
+        stack.enter_context(mock.patch.multiple(nn.Module, to=itself, cuda=itself))
+        gpus = {rank: [rank] for rank in range(size)}
+        stack.enter_context(mock.patch.object(distributed_test, "init_multigpu_helper", return_value=gpus))
+        stack.enter_context(StayOnCpu())
+        yield
+
+
+class Suite(TestDistBackend, DistributedTest._DistTestBase):
+    """Spawns the ranks before each test, and asks each of them after it whether our hook was at work."""
+
+    patches: ClassVar[dict[str, Callable[..., None]]] = {}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        torch.set_num_threads(1)
+        with mock.patch.multiple(DistributedDataParallel, **self.patches):
+            super().run_test(test_name, parent_pipe)
+        assert MADE, "no DDP model got our hook"
+        assert all(attached.active for _, attached in MADE)
+        steps = sum(attached.summary().sparse.steps for _, attached in MADE)
+        sys.stderr.write(f"rank {self.rank}: oktopk made {steps} steps\n")
+        for _, attached in MADE:
+            attached.detach()
+
+
+class OnCpu(Suite):
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        with staying_on_cpu(int(self.world_size)):
+            super().run_test(test_name, parent_pipe)
+
+
+def without_its_gpu_check(name: str) -> Callable[..., None]:
+    """Return a shipped test as it was before its decorators, which skip it where there are too few GPUs."""
+    test = getattr(DistributedTest._DistTestBase, name)
+    while hasattr(test, "__wrapped__"):
+        test = test.__wrapped__
+    return test
+
+
+class Registered(Suite):
+    patches: ClassVar = {"register_comm_hook": register}
+
+
+class RegisteredOnCpu(OnCpu):
+    patches: ClassVar = {"register_comm_hook": register, "__init__": init_on_cpu}
+
+    test_ddp_hook_parity_allreduce = without_its_gpu_check("test_ddp_hook_parity_allreduce")
+    test_ddp_hook_parity_allreduce_process_group = without_its_gpu_check("test_ddp_hook_parity_allreduce_process_group")
+    test_ddp_hook_parity_powerSGD = without_its_gpu_check("test_ddp_hook_parity_powerSGD")
+    test_ddp_hook_parity_post_localSGD = without_its_gpu_check("test_ddp_hook_parity_post_localSGD")
+
+    def test_ddp_uneven_inputs(self) -> None:
+        """Only the part that registers a hook; the rest is about large nets without one, and slow on a CPU."""
+        iterations = {rank: 2 * (rank + 1) for rank in range(dist.get_world_size())}
+        for early in (False, True):
+            case = DDPUnevenTestInput(
+                name="small_model_allreduce_hook",
+                model=nn.Linear(1000, 1000, bias=False),
+                inp=torch.ones(1, 1000),
+                sync_interval=1,
+                throw_on_early_termination=early,
+                hook=distributed_test.default.allreduce_hook,
+                state=None,
+            )
+            self._run_uneven_inputs_test(case, iterations, find_unused_params=False)
+
+
+class Constructed(Suite):
+    patches: ClassVar = {"__init__": init}
+
+
+class ConstructedOnCpu(OnCpu):
+    patches: ClassVar = {"__init__": init_on_cpu_and_attach}
+
+
+for name in (
+    "test_DistributedDataParallel_with_amp_and_grad_is_view",
+    "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_bucket_cap_mb_list",
+    "test_ddp_buffer_hook_allreduce",
+    "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_control_flow_same_across_ranks",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_shared_grad_acc_unused_params",
+    "test_ddp_static_graph_nested_types",
+    "test_ddp_uneven_input_join_disable",
+    "test_different_graph_across_ranks",
+):
+    setattr(ConstructedOnCpu, name, without_its_gpu_check(name))
+
+
+if __name__ == "__main__":
+    run_tests()

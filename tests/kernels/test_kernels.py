@@ -1,0 +1,143 @@
+"""The fast kernels give the reference's bits, at every length around a piece's and for every awkward number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oktopk.kernels import cpu, kernels_for, reference
+from oktopk.kernels.cpu import PIECE
+from tests.laws import same_bits
+
+LENGTHS = [0, 1, 2, 1000, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3]
+WIDE = [torch.float32, torch.float64]
+NARROW = {torch.float32: [torch.float32, torch.bfloat16, torch.float16], torch.float64: [torch.float64]}
+AWKWARD = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.0, -1.0, 1.5, 3e38, -3e38]
+
+
+def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def test_the_cpu_has_its_own_and_other_devices_the_reference() -> None:
+    assert kernels_for(torch.device("cpu")) is cpu
+    assert kernels_for(torch.device("meta")) is reference
+
+
+# ---- at_least
+
+
+def segments_of(numel: int) -> list[list[int]]:
+    """Return bounds: one segment, many with empty ones among them, one that straddles every piece."""
+    return [[0, numel], [0, 0, numel // 3, numel // 3, numel - numel // 7, numel, numel], [0, min(5, numel), numel]]
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_at_least_is_the_references(numel: int, dtype: torch.dtype) -> None:
+    acc = random(numel, dtype)
+    for bounds in segments_of(numel):
+        for base in (0.0, 0.5, 2.0, 100.0):  # all, some, few, none
+            thresholds = [base * (1 + i / 10) for i in range(len(bounds) - 1)]
+            found = cpu.at_least(acc, bounds, thresholds)
+            assert torch.equal(found, reference.at_least(acc, bounds, thresholds))
+            assert found.dtype == torch.int64
+            assert bool((found.diff() > 0).all())
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
+@given(values=st.lists(st.sampled_from(AWKWARD), max_size=30), threshold=st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.5]))
+def test_at_least_is_what_its_words_say(
+    kernels: object, dtype: torch.dtype, values: list[float], threshold: float
+) -> None:
+    """Ties are in, zeros of either sign never, denormals are numbers like all others."""
+    acc = torch.tensor(values, dtype=dtype)
+    limit = float(torch.tensor(threshold, dtype=dtype))
+    expected = [i for i, x in enumerate(acc.tolist()) if abs(x) >= limit and x != 0]
+    assert kernels.at_least(acc, [0, len(values)], [threshold]).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_at_least_at_ties_across_pieces(dtype: torch.dtype) -> None:
+    acc = torch.full((PIECE + 7,), -1.5, dtype=dtype)
+    bounds = [0, PIECE - 2, PIECE + 7]
+    assert torch.equal(cpu.at_least(acc, bounds, [1.5, 1.5]), torch.arange(PIECE + 7))
+    assert len(cpu.at_least(acc, bounds, [1.5000001, 1.5000001])) == 0
+    assert torch.equal(cpu.at_least(acc, bounds, [2.0, 1.5]), torch.arange(PIECE - 2, PIECE + 7))
+
+
+@pytest.mark.parametrize("threshold", [1e39, 1e300, math.inf])
+def test_a_threshold_that_float32_cannot_hold_is_reached_by_nothing(threshold: float) -> None:
+    """A scale times a score may be that large; it must be no warning and no overflow."""
+    acc = torch.tensor([3e38, 1.0])
+    for kernels in (cpu, reference):
+        assert len(kernels.at_least(acc, [0, 2], [threshold])) == 0
+
+
+def test_at_least_leaves_its_input_alone() -> None:
+    acc = random(PIECE + 1, torch.float32)
+    before = acc.clone()
+    cpu.at_least(acc, [0, PIECE + 1], [0.5])
+    assert same_bits(acc, before)
+
+
+# ---- accumulate
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_accumulate_is_the_references(numel: int, dtype: torch.dtype) -> None:
+    held = random(numel, dtype, seed=1)
+    for narrow in NARROW[dtype]:
+        grad = random(numel, narrow, seed=2)
+        ours, theirs = torch.empty_like(held), torch.empty_like(held)
+        assert cpu.accumulate(grad, held, ours) == reference.accumulate(grad, held, theirs) == -1
+        assert same_bits(ours, theirs)
+        assert same_bits(ours, held + grad.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize(("scale", "decay"), [(0.25, 1.0), (1.0, 0.9), (-3.0, 0.5), (0.0, 0.0)])
+def test_accumulate_scales_and_decays(scale: float, decay: float, dtype: torch.dtype) -> None:
+    held, grad = random(PIECE + 5, dtype, seed=1), random(PIECE + 5, dtype, seed=2)
+    ours, theirs = torch.empty_like(held), torch.empty_like(held)
+    assert (
+        cpu.accumulate(grad, held, ours, scale, decay) == reference.accumulate(grad, held, theirs, scale, decay) == -1
+    )
+    assert same_bits(ours, theirs)
+    assert torch.allclose(ours.double(), decay * held.double() + scale * grad.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("at", [[0], [PIECE - 1], [PIECE], [PIECE + 9], [2 * PIECE + 2], [PIECE + 1, 3], [5, PIECE]])
+def test_accumulate_finds_the_first_that_is_not_finite(at: list[int], poison: float) -> None:
+    grad = random(2 * PIECE + 3, torch.float32)
+    grad[at] = poison
+    held, out = torch.zeros_like(grad), torch.empty_like(grad)
+    assert cpu.accumulate(grad, held, out) == reference.accumulate(grad, held, out) == min(at)
+
+
+def test_accumulate_finds_a_sum_that_overflows() -> None:
+    grad = torch.tensor([1.0, 3e38, -3e38])
+    assert cpu.accumulate(grad, torch.tensor([0.0, 3e38, 3e38]), torch.empty(3)) == 1
+
+
+@pytest.mark.parametrize("value", [1e20, 3e38, -3e38])
+def test_accumulate_does_not_take_large_for_infinite(value: float) -> None:
+    """The square of a large number overflows; the number does not."""
+    grad = torch.full((PIECE + 1,), value)
+    assert cpu.accumulate(grad, torch.zeros_like(grad), torch.empty_like(grad)) == -1
+
+
+def test_accumulate_keeps_denormals_and_minus_zero() -> None:
+    grad, held = torch.tensor([1e-45, -0.0, 0.0]), torch.tensor([1e-45, -0.0, -0.0])
+    for kernels in (cpu, reference):
+        out = torch.empty(3)
+        assert kernels.accumulate(grad, held, out) == -1
+        assert same_bits(out, torch.tensor([2.8e-45, -0.0, 0.0]))

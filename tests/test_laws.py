@@ -1,0 +1,117 @@
+"""Every law, for every algorithm in every setting, on threads: any P, n, density, dtype and kind of gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oktopk import Dense
+from tests.cases import DTYPES, KINDS, NAMES, Case, algorithms, cases, trace
+from tests.harness import on_threads
+from tests.laws import check_every_law, same_run
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_every_law_holds_on_every_step(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name))
+    check_every_law(case, on_threads(case.size, trace, case))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150)
+@given(data=st.data())
+def test_every_law_holds_on_many_more_cases(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name))
+    check_every_law(case, on_threads(case.size, trace, case))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_a_repeated_run_gives_the_same_bits(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name))
+    same_run(on_threads(case.size, trace, case), on_threads(case.size, trace, case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_gradient_is_conserved_by_every_algorithm(name: str, kind: str) -> None:
+    """What hypothesis may not have drawn: each pair once, at P = 3, across a repartition and a rethreshold."""
+    algorithm = algorithms(0.05, rethreshold_every=2, repartition_every=3)[name]
+    case = Case(algorithm, size=3, numel=700, kind=kind, seed=len(kind))
+    check_every_law(case, on_threads(3, trace, case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4)
+@given(size=st.integers(1, 8), numel=st.integers(0, 4000), kind=st.sampled_from(tuple(KINDS)))
+def test_density_1_equals_dense(name: str, dtype: torch.dtype, size: int, numel: int, kind: str) -> None:
+    """On the first step; on later ones each holds the rounding of its own earlier ones, which conservation covers."""
+    case = Case(algorithms(1.0)[name], size, numel, kind, dtype, steps=1)
+    sparse, dense = (on_threads(size, trace, c)[0][0].mean.double() for c in (case, replace(case, algorithm=Dense())))
+    magnitude = sum(case.gradient(rank, 0).double().abs() for rank in range(size)) / size
+    assert bool(((sparse - dense).abs() <= magnitude * _unit(case) + torch.finfo(torch.float32).smallest_normal).all())
+
+
+def _unit(case: Case) -> float:
+    """Return the relative difference that rounding explains: of the dtype, of float32, of bf16 once on each side."""
+    bf16 = getattr(case.algorithm, "wire", "fp32") == "bf16"
+    return 2 * max(torch.finfo(case.dtype).eps, 1e-6, torch.finfo(torch.bfloat16).eps if bf16 else 0)
+
+
+@pytest.mark.parametrize("kind", ["heavy tails", "ties", "few"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("fp32", "dense"))])
+def test_density_1_leaves_nothing_behind(name: str, kind: str) -> None:
+    case = Case(algorithms(1.0)[name], size=4, numel=5001, kind=kind)
+    for steps in on_threads(4, trace, case):
+        assert not any(bool(step.residual.any()) for step in steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("numel", [0, 1, 7])
+def test_a_vector_shorter_than_the_ranks_are_many(name: str, numel: int) -> None:
+    case = Case(algorithms(0.3)[name], size=8, numel=numel)
+    by_rank = on_threads(8, trace, case)
+    check_every_law(case, by_rank)
+    assert all(step.record.nnz > 0 for steps in by_rank for step in steps) == (numel > 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_alone_sends_nothing_and_loses_nothing(name: str) -> None:
+    case = Case(algorithms(0.05)[name], size=1, numel=500)
+    (steps,) = on_threads(1, trace, case)
+    check_every_law(case, [steps])
+    assert all((step.record.sent_bytes, step.record.messages) == (0, 0) for step in steps)
+    assert all(step.record.nnz > 0 for step in steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_not_touched_and_the_result_looks_like_it(name: str) -> None:
+    def job(comm: object) -> None:
+        case = Case(algorithms(0.1)[name], size=2, numel=60)
+        grad = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).t()
+        before = grad.clone()
+        mean = case.reducer(comm).all_reduce(grad)
+        assert torch.equal(grad, before)
+        assert (mean.shape, mean.dtype, mean.is_contiguous()) == (grad.shape, grad.dtype, True)
+        flat = case.reducer(comm).all_reduce(before.reshape(-1))
+        assert torch.equal(mean.reshape(-1), flat)
+
+    on_threads(2, job)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4, 5), (0, 3)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    def job(comm: object) -> None:
+        case = Case(algorithms(1.0)["oktopk-bounded-magnitude-fp32"], size=2, numel=1)
+        assert torch.equal(case.reducer(comm).all_reduce(torch.full(shape, 3.0)), torch.full(shape, 3.0))
+
+    on_threads(2, job)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oktopk.partition import balanced_cuts, consensus, even_cuts, rebalanced_cuts
+from tests.harness import on_threads
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
+    numel = draw(st.integers(1, 300))
+    index = draw(st.sets(st.integers(0, numel - 1)))
+    return torch.tensor(sorted(index), dtype=torch.int64), numel, draw(st.integers(1, 9))
+
+
+def are_cuts(cuts: torch.Tensor, numel: int, parts: int) -> bool:
+    ends = (int(cuts[0]), int(cuts[-1]), len(cuts)) == (0, numel, parts + 1)
+    return ends and cuts.dtype == torch.int64 and bool((cuts.diff() >= 0).all())
+
+
+@given(selection=selections())
+def test_balanced_cuts_share_a_selection_evenly(selection: tuple[torch.Tensor, int, int]) -> None:
+    index, numel, parts = selection
+    cuts = balanced_cuts(index, numel, parts)
+    assert are_cuts(cuts, numel, parts)
+    shares = torch.searchsorted(index, cuts).diff().tolist()
+    assert sum(shares) == len(index)
+    assert not len(index) or max(shares) - min(shares) <= 1
+
+
+@given(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=1, max_size=5))
+def test_the_consensus_is_the_mean_of_all_cuts_and_the_same_everywhere(chosen: list[set[int]]) -> None:
+    size = len(chosen)
+    mine = [balanced_cuts(torch.tensor(sorted(index)), 100, size) for index in chosen]
+
+    def job(comm: Any) -> list[int]:
+        cuts = mine[comm.rank].clone()
+        agreed = consensus(cuts, comm)
+        assert torch.equal(cuts, mine[comm.rank])  # its own are left alone
+        assert are_cuts(agreed, 100, size)
+        return agreed.tolist()
+
+    expected = (sum(mine) // size).tolist()
+    assert on_threads(size, job) == [expected] * size
+
+
+@given(selection=selections(), data=st.data())
+def test_rebalanced_cuts_are_cuts_whatever_the_demand(selection: tuple[torch.Tensor, int, int], data: Any) -> None:
+    index, numel, parts = selection
+    inner = sorted(data.draw(st.lists(st.integers(0, numel), min_size=parts - 1, max_size=parts - 1)))
+    demand = data.draw(st.lists(st.integers(0, 2**31), min_size=parts, max_size=parts))
+    assert are_cuts(rebalanced_cuts(torch.tensor([0, *inner, numel]), index, demand), numel, parts)
+
+
+def test_rebalanced_cuts_follow_the_demand() -> None:
+    """All demand in the first quarter, known from an even sample of it: all regions move there."""
+    cuts = rebalanced_cuts(even_cuts(400, 4), torch.arange(0, 100, 2), [1000, 0, 0, 0])
+    assert torch.allclose(cuts[:-1].double(), torch.tensor([0.0, 25, 50, 75]).double(), atol=3)
+    shares = torch.searchsorted(torch.arange(100), cuts).diff()
+    assert int(shares.max() - shares.min()) <= 4
+
+
+def test_rebalanced_cuts_of_a_fair_partition_hardly_move() -> None:
+    before = even_cuts(400, 4)
+    cuts = rebalanced_cuts(before, torch.arange(0, 400, 4), [25, 25, 25, 25])
+    assert int((cuts - before).abs().max()) <= 4
+
+
+@pytest.mark.parametrize(("index", "demand"), [([], [5, 5]), ([1, 7], [0, 0])])
+def test_cuts_stay_where_nothing_was_delivered_or_asked_for(index: list[int], demand: list[int]) -> None:
+    cuts = torch.tensor([0, 3, 10])
+    assert torch.equal(rebalanced_cuts(cuts, torch.tensor(index, dtype=torch.int64), demand), cuts)

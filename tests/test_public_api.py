@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import oktopk
+
+PROMISED = {
+    "ALGORITHMS",
+    "Algorithm",
+    "Attached",
+    "CallbackSink",
+    "Comm",
+    "Dense",
+    "GTopk",
+    "GaussianK",
+    "InputError",
+    "JsonlSink",
+    "MemorySink",
+    "Metered",
+    "MismatchError",
+    "Momentum",
+    "NonFiniteError",
+    "OkTopk",
+    "OktopkError",
+    "PeerError",
+    "ProcessGroupComm",
+    "Reduced",
+    "Reducer",
+    "SettingError",
+    "Sparse",
+    "StateError",
+    "StepRecord",
+    "Summary",
+    "TensorBoardSink",
+    "TopkA",
+    "TopkDSA",
+    "Traffic",
+    "attach",
+    "load_distributed",
+    "make_algorithm",
+    "run_local",
+    "save_distributed",
+    "small_or_vector",
+}
+
+
+def test_all_is_what_is_promised_and_exists() -> None:
+    assert set(oktopk.__all__) == PROMISED
+    assert list(oktopk.__all__) == sorted(oktopk.__all__)
+    assert all(hasattr(oktopk, name) for name in oktopk.__all__)
+
+
+def test_the_settings_of_oktopk() -> None:
+    assert {field.name: field.default for field in fields(oktopk.OkTopk)} == {
+        "density": 0.01,
+        "mode": "bounded",
+        "ranking": "magnitude",
+        "wire": "fp32",
+        "slack": 1.25,
+        "rethreshold_every": 32,
+        "repartition_every": 64,
+        "cap": 2.0,
+    }
+
+
+def test_the_names_on_a_command_line() -> None:
+    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk"]
+    assert oktopk.make_algorithm("oktopk", density=0.5) == oktopk.OkTopk(density=0.5)
+
+
+def test_the_fields_of_a_record() -> None:
+    promised = "step phase numel selected nnz sparsity compression_ratio nominal_bytes sent_bytes received_bytes"
+    promised += " messages seconds threshold global_threshold"
+    assert set(promised.split()) <= {field.name for field in fields(oktopk.StepRecord)}
+
+
+def test_importing_sets_nothing_up_and_needs_no_extra() -> None:
+    """No process group, no thread, no random number drawn; of the extras, none."""
+    code = (
+        "import sys, threading, torch; state = torch.random.get_rng_state(); import oktopk; "
+        "assert torch.equal(state, torch.random.get_rng_state()); "
+        "assert not torch.distributed.is_initialized(); assert threading.active_count() == 1; "
+        "extras = ('triton', 'numba', 'tensorboard', 'typer', 'rich', 'jinja2', 'plotly', 'soundfile', 'jiwer'); "
+        "assert not [name for name in extras if name in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=50)

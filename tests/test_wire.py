@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oktopk import Sparse
+from oktopk.wire import HEADER_WORDS, WIRES, Codec, round_to
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Sparse:
+    numel = draw(st.sampled_from([1, 40, 2**24 + 10, 2**31 - 1, 2**31, 2**33 + 5]))
+    index = sorted(draw(st.sets(st.integers(0, numel - 1), max_size=9)))
+    value = draw(st.lists(FLOATS, min_size=len(index), max_size=len(index)))
+    return Sparse(torch.tensor(index, dtype=torch.int64), torch.tensor(value, dtype=torch.float32), numel)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@given(part=parts(), spare=st.integers(0, 3), note=st.integers(0, 2**62 - 1))
+def test_what_is_encoded_comes_back(wire: str, dtype: torch.dtype, part: Sparse, spare: int, note: int) -> None:
+    codec, capacity = Codec(part.numel, wire), part.nnz + spare
+    block = codec.encode(part, capacity, note)
+    assert (block.dtype, len(block)) == (torch.int32, codec.words(capacity))
+    back, said = codec.decode(block, dtype, capacity)
+    assert torch.equal(back.index, part.index)
+    assert torch.equal(back.value, codec.rounded(part).value.to(dtype))
+    assert (back.value.dtype, back.numel, said) == (dtype, part.numel, note)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@given(part=parts())
+def test_rounding_and_rounded_make_the_whole(wire: str, part: Sparse) -> None:
+    codec = Codec(part.numel, wire)
+    lost = codec.rounding(part)
+    assert (lost is None) == (wire == "fp32")
+    whole = codec.rounded(part).value.double() + (0 if lost is None else lost.value.double())
+    assert torch.equal(whole, part.value.double())
+
+
+def test_float64_loses_to_float32_and_says_so() -> None:
+    part = Sparse(torch.tensor([0]), torch.tensor([0.1], dtype=torch.float64), 1)
+    lost = Codec(1, "fp32").rounding(part)
+    assert lost is not None
+    assert float(lost.value) == 0.1 - float(torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("numel", [100, 2**33])
+def test_blocks_in_a_row_stay_aligned(wire: str, numel: int) -> None:
+    """int64 indices are read in place, so that a block behind an odd one must still start at an even word."""
+    codec = Codec(numel, wire)
+    many = [Sparse(torch.arange(count), torch.arange(1.0, count + 1), numel) for count in (1, 3, 0, 2, 5)]
+    row = torch.cat([codec.encode(part) for part in many])
+    for part, block in zip(many, torch.split(row, [codec.words(part.nnz) for part in many]), strict=True):
+        back, _ = codec.decode(block, torch.float32)
+        assert torch.equal(back.index, part.index)
+        assert torch.equal(back.value, part.value)
+
+
+@pytest.mark.parametrize(
+    ("numel", "wire", "capacity", "words"),
+    [
+        (100, "fp32", 0, 0),
+        (100, "fp32", 7, 14),
+        (100, "bf16", 7, 7 + 4),
+        (2**31 - 1, "fp32", 5, 10),
+        (2**31, "fp32", 5, 10 + 6),
+        (2**31, "bf16", 5, 10 + 4),
+    ],
+)
+def test_the_size_of_a_block(numel: int, wire: str, capacity: int, words: int) -> None:
+    assert Codec(numel, wire).words(capacity) == HEADER_WORDS + words
+
+
+def test_encoding_in_place_writes_only_what_it_must() -> None:
+    codec = Codec(50)
+    block = torch.full((codec.words(4),), -9, dtype=torch.int32)
+    codec.encode_into_(block, Sparse(torch.tensor([3, 8]), torch.tensor([1.0, 2.0]), 50), 4, note=5)
+    assert block[HEADER_WORDS : HEADER_WORDS + 4].tolist() == [3, 8, -9, -9]
+    assert codec.decode(block, torch.float32, 4)[0].value.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_would_overflow_becomes_the_largest_number(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    rounded = round_to(torch.tensor([3.4e38, -3.4e38, 1.0]), dtype)
+    assert rounded.tolist() == [largest, -largest, 1.0]
+    assert round_to(torch.tensor([1e300], dtype=torch.float64), torch.float32).tolist() == [
+        torch.finfo(torch.float32).max
+    ]
