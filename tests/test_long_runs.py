@@ -65,6 +65,7 @@ def test_nothing_is_lost_over_200_steps(name: str, size: int, numel: int, densit
     check_nothing_was_lost(on_threads(size, totals, case))
 
 
+@pytest.mark.timeout(180)  # eight ranks on a busy machine
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["heavy tails", pytest.param("drifting", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -75,8 +76,8 @@ def test_nothing_is_lost_over_200_steps(name: str, size: int, numel: int, densit
         pytest.param(2, 20_000, 0.01, marks=pytest.mark.slow),
         pytest.param(8, 20_000, 0.01, marks=pytest.mark.slow),
         pytest.param(4, 5_000, 0.02, marks=pytest.mark.slow),
-        pytest.param(3, 100_000, 0.003, marks=pytest.mark.slow),
-        pytest.param(2, 200_000, 0.02, marks=pytest.mark.slow),  # k is large enough for sampled thresholds
+        pytest.param(3, 60_000, 0.003, marks=pytest.mark.slow),
+        pytest.param(2, 120_000, 0.02, marks=pytest.mark.slow),  # k is large enough for sampled thresholds
     ],
 )
 def test_the_selected_count_settles_within_the_band(
@@ -94,6 +95,6 @@ def test_the_selected_count_settles_within_the_band(
 @pytest.mark.parametrize("mode", MODES)
 def test_no_coordinate_waits_for_ever(mode: str) -> None:
     """A constant gradient asks for everything at once, every step: whoever is left out must have its turn later."""
-    case = Case(OkTopk(density=0.05, mode=mode), size=4, numel=400, kind="constant", steps=STEPS)
+    case = Case(OkTopk(density=0.05, mode=mode), size=4, numel=400, kind="constant", steps=60)
     by_rank = on_threads(4, totals, case)
     assert float(by_rank[0].delivered.abs().min()) > 0

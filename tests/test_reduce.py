@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oktopk import Sparse
-from oktopk.reduce import SCAN_PER_PAIR, merge, union
+from oktopk.reduce import merge
 
 
 @given(lists=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5), numel=st.sampled_from([31, 1 << 20]))
@@ -35,10 +34,3 @@ def test_the_order_of_a_merge_is_the_order_of_its_parts() -> None:
 def test_an_index_stays_where_its_values_cancel() -> None:
     plus, minus = (Sparse(torch.tensor([3]), torch.tensor([x]), 9) for x in (2.0, -2.0))
     assert merge([plus, minus]).index.tolist() == [3]
-
-
-@pytest.mark.parametrize("numel", [10, 10 * SCAN_PER_PAIR])
-def test_both_ways_to_a_union_agree(numel: int) -> None:
-    lists = [torch.tensor([1, 3, 5]), torch.tensor([], dtype=torch.int64), torch.tensor([0, 3, 9])]
-    assert union(lists, numel).tolist() == [0, 1, 3, 5, 9]
-    assert union([lists[1]], numel).tolist() == []

@@ -8,7 +8,6 @@ depend on how DDP cuts its buckets.
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm
-from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine
+from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine, takes_segments
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
@@ -325,7 +324,7 @@ class Lane:
         if self.state is not None and kind == self._state_of:
             return
         extra = {}
-        if "segments" in inspect.signature(algorithm.init).parameters:
+        if takes_segments(algorithm):
             extra["segments"] = [
                 span.stop - span.start for span in self._spans.values() if span.start < self._num_sparse
             ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, Reduced, make_algorithm
-from oktopk.algorithms.base import Verdict, reduce_if_fine
+from oktopk.algorithms.base import Verdict, reduce_if_fine, takes_segments
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
@@ -71,6 +71,7 @@ class Reducer:
         try:
             return self._all_reduce(grad, out)
         except (InputError, MismatchError, PeerError):
+            self.traffic.add_(self._comm.take())  # what was sent is in the total, and in no step's record
             raise  # every rank raises the same, or the one that failed has told the others: nobody waits
         except BaseException as error:
             self._comm.fail(error)
@@ -190,6 +191,8 @@ class Reducer:
     def _init(self, numel: int) -> Any:
         if self._segments is None:
             return self.algorithm.init(numel, self._comm)
+        if not takes_segments(self.algorithm):
+            raise InputError(f"{type(self.algorithm).__name__} has no use for segments")
         return self.algorithm.init(numel, self._comm, segments=self._segments)  # type: ignore[call-arg]
 
     def _description(self) -> str:
@@ -205,6 +208,9 @@ class Reducer:
         version = saved.get("version") if isinstance(saved, dict) else None
         if version != VERSION:
             raise StateError(f"wanted a Reducer's state dict of version {VERSION}, not of version {version!r}")
+        missing = [key for key in self.state_dict() if key not in saved]
+        if missing:
+            raise StateError(f"the state dict has no {', '.join(missing)}")
         ours = {"algorithm": type(self.algorithm).__name__, "rank": self._comm.rank, "size": self._comm.size}
         for what, wanted in ours.items():
             if saved[what] != wanted:
@@ -219,7 +225,8 @@ def _check_usable(grad: Tensor, out: Tensor | None) -> None:
     """Refuse what no rank could work with, before anything travels; the other ranks are told."""
     if not isinstance(grad, Tensor):
         raise TypeError(f"all_reduce wants a tensor, not {type(grad).__name__}")
-    if out is not None and (out.shape != grad.shape or out.dtype != grad.dtype or not out.is_contiguous()):
+    fits = out is None or (isinstance(out, Tensor) and out.shape == grad.shape and out.dtype == grad.dtype)
+    if not fits or (out is not None and not out.is_contiguous()):
         raise SettingError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)}")
 
 

@@ -55,17 +55,17 @@ class Books:
         return cls(applied, gradient, magnitude)
 
 
-def enter_(books: Books, applied: nn.Module, local: nn.Module, refused: bool) -> None:
-    """Enter a step: the gradients that DDP delivered, and those that a copy outside of DDP had."""
+def enter_(books: Books, applied: nn.Module, local: nn.Module, refused: bool, scale: float = 1.0) -> None:
+    """Enter a step: the gradients that DDP delivered, and those that a copy outside of DDP had, unscaled."""
     if refused:
         return
     for name, parameter in applied.named_parameters():
         if parameter.grad is not None:
-            books.applied[name] += in_memory_order(parameter.grad).double()
+            books.applied[name] += in_memory_order(parameter.grad).double() / scale
     for name, parameter in local.named_parameters():
         if parameter.grad is not None:
-            books.gradient[name] += in_memory_order(parameter.grad).double()
-            books.magnitude[name] += in_memory_order(parameter.grad).double().abs()
+            books.gradient[name] += in_memory_order(parameter.grad).double() / scale
+            books.magnitude[name] += in_memory_order(parameter.grad).double().abs() / scale
 
 
 def check_balance(by_rank: Sequence[Books]) -> None:
@@ -243,7 +243,18 @@ KINDS = [
 @pytest.mark.parametrize("wire", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.body} {kind.exit}".replace("torch.", ""))
 def test_rounding_to_narrow_parameters_loses_nothing(worlds: Worlds, kind: Kind, wire: str) -> None:
-    check_balance(worlds.run(2, train_narrow, kind, OkTopk(density=0.05, wire=wire, repartition_every=8)))
+    check_balance(worlds.run(2, train_narrow, kind, OkTopk(density=0.05, wire=wire, repartition_every=8), ()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.body} {kind.exit}".replace("torch.", ""))
+def test_rounding_of_parameters_that_travel_dense_loses_nothing(worlds: Worlds, kind: Kind) -> None:
+    check_balance(worlds.run(2, train_narrow, kind, OkTopk(density=0.05), ("*bias", "exit.weight")))
+
+
+@pytest.mark.parametrize("exclude", [(), ("*bias", "exit.weight")], ids=["sparse", "dense"])
+@pytest.mark.parametrize("kind", KINDS[:2], ids=["bfloat16", "float16"])
+def test_what_rounding_keeps_back_is_in_unscaled_units_too(worlds: Worlds, kind: Kind, exclude: Sequence[str]) -> None:
+    check_balance(worlds.run(2, train_narrow, kind, OkTopk(density=0.05), exclude, (64.0, 16.0, 256.0)))
 
 
 class TwoParts(nn.Module):
@@ -258,21 +269,28 @@ class TwoParts(nn.Module):
         return self.exit(hidden.to(self.exit.weight.dtype)).double()
 
 
-def train_narrow(kind: Kind, algorithm: Any) -> Books:
+def train_narrow(
+    kind: Kind, algorithm: Any, exclude: Sequence[str], scales: Sequence[float] = (1.0,), steps: int = 20
+) -> Books:
+    """Train with a loss scale that goes through `scales`, if they are several."""
     rank, net = dist.get_rank(), TwoParts(kind)
     local, model, books = copy.deepcopy(net), DDP(net), Books.of(net)
-    attached = attach(model, algorithm)
-    for step in range(20):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0], enabled=len(scales) > 1)
+    attached = attach(model, algorithm, exclude=exclude, scaler=scaler)
+    for step in range(steps):
+        scale = scales[step * len(scales) // steps]
         generator = torch.Generator().manual_seed(100 * step + rank)
         x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 40, generator=generator)
         for each in (local, model):
             each.zero_grad()
-            nn.functional.mse_loss(each(x), y.double()).backward()
-        enter_(books, net, local, refused=False)
+            scaler.scale(nn.functional.mse_loss(each(x), y.double())).backward()
+        enter_(books, net, local, refused=False, scale=scale)
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter -= 0.05 * parameter.grad
+                parameter -= 0.05 / scale * parameter.grad
         same_weights_(local, net)
+        if scaler.is_enabled() and step + 1 < steps:
+            scaler.update(scales[(step + 1) * len(scales) // steps])
     books.residual = attached.residual
     attached.detach()
     return books

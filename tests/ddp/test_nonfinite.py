@@ -134,7 +134,7 @@ def test_skipping_delivers_what_is_not_finite_and_counts_it(worlds: Worlds, name
         assert seen.active
 
 
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("on_nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [

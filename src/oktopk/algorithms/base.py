@@ -13,6 +13,7 @@ which is the law that every algorithm is tested against.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -137,6 +138,12 @@ def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, ve
     if not is_finite(total):  # the same bits, so the same verdict, on every rank
         raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is: nothing was delivered")
     return reduced
+
+
+def takes_segments(algorithm: Algorithm) -> bool:
+    """Whether `init` wants to know the lengths of the parameter tensors too."""
+    parameters = inspect.signature(algorithm.init).parameters.values()
+    return any(parameter.name == "segments" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def num_wanted(state: State, density: float) -> int:

@@ -21,7 +21,15 @@ from torch import Tensor
 from oktopk.algorithms.base import OkTopkState, Reduced, rounding_of, taken_of
 from oktopk.partition import balanced_cuts, consensus
 from oktopk.reduce import merge
-from oktopk.select import at_least, at_most, exact_threshold, in_band, kth_largest_of_all, sampled_threshold
+from oktopk.select import (
+    at_least,
+    at_most,
+    exact_threshold,
+    in_band,
+    kth_largest_by_sketch,
+    kth_largest_of_all,
+    sampled_threshold,
+)
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
 
@@ -136,7 +144,7 @@ def _select_globally(
         state.global_threshold = _exact_global_threshold(score, state, k, comm)
     kept, sizes = _keep(region, score, state.global_threshold, comm)
     if not rethreshold and not in_band(sum(sizes), k):
-        state.global_threshold = _exact_global_threshold(score, state, k, comm)
+        state.global_threshold = 0.0 if k >= state.numel else kth_largest_by_sketch(score, k, comm)
         kept, sizes = _keep(region, score, state.global_threshold, comm)
     if sum(sizes) > cap:
         sizes = [cap * size // sum(sizes) for size in sizes]

@@ -59,9 +59,9 @@ class LocalComm(Collectives):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Comm`."""
         every = self._share("all_reduce", tensor, tensor.shape)
-        result = _ring_sum(every)
-        self._meeting.meet(self.rank, "all_reduce", None)  # nobody overwrites what another still reads
-        return tensor.copy_(result)
+        total = _ring_sum(every) if self.rank == 0 else None
+        # The second meeting also keeps everyone from overwriting what rank 0 still reads.
+        return tensor.copy_(self._meeting.meet(self.rank, "all_reduce", total)[0])  # type: ignore[arg-type]
 
     def all_gather(self, block: Tensor) -> Tensor:
         """See `Comm`."""

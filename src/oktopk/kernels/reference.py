@@ -39,5 +39,7 @@ def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
 
 
 def floor(threshold: float, dtype: torch.dtype) -> float:
-    """Return the threshold, raised to the smallest positive number of `dtype`."""
+    """Return the threshold as `dtype` can hold it: at least its least positive number, infinite beyond its largest."""
+    if threshold > torch.finfo(dtype).max:
+        return math.inf
     return max(threshold, 2.0**-149 if dtype == torch.float32 else 5e-324)
