@@ -138,7 +138,7 @@ class Attached:
     @property
     def active(self) -> bool:
         """Whether gradients go through here: registered, the worker alive, nothing failed. A script can assert it."""
-        hook = getattr(self._model(), _HOOK, None)
+        hook = _hook_of(self._model())
         return hook is not None and hook.target is self and self._worker.alive and self._exchange.failure is None
 
     @property
@@ -192,7 +192,7 @@ class Attached:
 
     def detach(self) -> None:
         """Go back to plain DDP: end what is under way, join the worker, close the sinks; what is held back stays."""
-        hook = getattr(self._model(), _HOOK, None)
+        hook = _hook_of(self._model())
         if hook is not None and hook.target is self:
             hook.target = None
         self._finalizer()
@@ -264,7 +264,7 @@ class Attached:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
         if not getattr(self._model(), "_divide_by_initial_world_size", True):
             raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
-        buffer = bucket.buffer()
+        buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         done: Future[Exception | None] = Future(devices=devices)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
@@ -297,9 +297,19 @@ _HOOK = "_oktopk_hook"
 class _Hook:
     """What DDP has registered, for good: it hands buckets to whoever is attached, or reduces them as DDP would."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
+    def __init__(self, model: DistributedDataParallel | None) -> None:
+        self.process_group: Any = None if model is None else model.process_group
+        self.model = None if model is None else weakref.ref(model)
         self.target: Attached | None = None
+
+    def __reduce__(self) -> "tuple[type[_Hook], tuple[None]]":
+        return _Hook, (None,)  # a copy of a model is attached to nothing, and DDP registers no hook for it
+
+
+def _hook_of(model: DistributedDataParallel | None) -> "_Hook | None":
+    """Return what is registered with this very model; a copy brings along its original's, which is not."""
+    hook: _Hook | None = getattr(model, _HOOK, None)
+    return hook if hook is not None and hook.model is not None and hook.model() is model else None
 
 
 def _hook(state: _Hook, bucket: GradBucket) -> Future[Tensor]:
@@ -332,17 +342,21 @@ def _check_model(model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
         raise SettingError(f"attach wants a DistributedDataParallel model, not {kind}: wrap it in DDP first")
-    hook = getattr(model, _HOOK, None)
+    hook = _hook_of(model)
     if hook is not None and hook.target is not None:
         raise SettingError("oktopk is attached to this model already: detach() first")
-    if hook is None and getattr(model, "_comm_hooks", None):
+    if hook is None and any(other is not _hook for other, _ in getattr(model, "_comm_hooks", ())):
         raise SettingError("this model has another communication hook, and DDP takes only one: attach before it")
+    if any(getattr(module, "sparse", False) is True for module in model.module.modules()):
+        raise SettingError("a module makes sparse gradients (nn.Embedding(sparse=True)): DDP's hooks cannot take them")
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise SettingError("skip_all_reduce_unused_params keeps gradients from the hook: use find_unused_parameters")
 
 
 def _register(model: DistributedDataParallel, attached: Attached) -> None:
-    hook = getattr(model, _HOOK, None)
+    hook = _hook_of(model)
     if hook is None:
-        hook = _Hook(model.process_group)
+        hook = _Hook(model)
         model.register_comm_hook(hook, _hook)
         setattr(model, _HOOK, hook)
     hook.target = attached

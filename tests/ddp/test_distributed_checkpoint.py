@@ -96,8 +96,17 @@ def test_on_as_many_ranks_the_run_goes_on_with_the_same_bits(
         assert all(same_bits(after[what], before[what]) for what in ("residual", "velocity", "weights"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}], ids=["", "momentum"])
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("old", "new", "settings"),
+    [
+        (4, 2, {}),
+        (2, 3, {"momentum": 0.9}),
+        (3, 1, {}),
+        pytest.param(4, 2, {"momentum": 0.9}, marks=pytest.mark.slow),
+        pytest.param(2, 3, {}, marks=pytest.mark.slow),
+        pytest.param(3, 1, {"momentum": 0.9}, marks=pytest.mark.slow),
+    ],
+)
 def test_on_other_ranks_the_mean_of_what_is_pending_is_conserved(
     worlds: Worlds, tmp_path: Path, old: int, new: int, settings: dict[str, Any]
 ) -> None:

@@ -63,9 +63,11 @@ def happening(accident: Accident, model: DDP, step: int) -> Iterator[None]:
     handle.remove()
 
 
-def train(accident: Accident | None, algorithm: Any, settings: dict[str, Any]) -> Seen:
+def train(
+    accident: Accident | None, algorithm: Any, settings: dict[str, Any], options: dict[str, Any] | None = None
+) -> Seen:
     """Train through an accident; without one, leave out the step where it would be."""
-    model = DDP(Net(), bucket_cap_mb=0.005)
+    model = DDP(Net(), bucket_cap_mb=0.005, **(options or {}))
     attached = attach(model, algorithm, **{"dense_steps": DENSE_STEPS, "exclude": "*bias", **settings})
     raised, undone, skipped, all_finite = None, False, False, True
     for step in range(STEPS):
@@ -121,6 +123,19 @@ def test_raising_ends_backward_on_all_ranks_and_names_rank_and_parameter(worlds:
         assert seen.undone
         assert seen.active
         assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
+
+
+@pytest.mark.parametrize("step", [0, 1, 5])
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+def test_training_goes_on_after_raising_whatever_ddp_was_asked_to_do(worlds: Worlds, option: str, step: int) -> None:
+    by_rank = worlds.run(2, train, Accident(step=step), OKTOPK, {}, {option: True})
+    for seen in by_rank:
+        assert seen.raised is not None
+        assert repr(SPARSE) in seen.raised.message
+        assert seen.undone
+        assert seen.active
+        assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
+        assert same_bits(seen.weights, by_rank[0].weights)
 
 
 @pytest.mark.parametrize("name", ACCIDENTS)
