@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,14 +85,21 @@ class Ranking:
 
     def score(self, value: Tensor, index: Tensor) -> Tensor:
         """Return how large each `value` is, given where it stands."""
+        if self.is_magnitude:
+            return value.abs()
         if len(self.scale) == 1:
             return value.abs() / float(self.scale[0])
         segment = torch.bucketize(index, self.bounds[1:].to(index.device), right=True)
         return value.abs() / self.scale.to(value)[segment]
 
+    @property
+    def is_magnitude(self) -> bool:
+        """Whether a score is just a magnitude."""
+        return len(self.scale) == 1 and bool(self.scale[0] == 1)
+
     def thresholds(self, threshold: float) -> list[float]:
         """Return the magnitude that `threshold` means in each segment."""
-        if len(self.scale) == 1 and self.scale[0] == 1:
+        if self.is_magnitude:
             return [threshold]
         return [float(t) for t in (self.scale * threshold * ROUNDING).tolist()]
 
@@ -114,6 +122,8 @@ def kth_largest(score: Tensor, k: int) -> float:
     """Return the k-th largest score, 0 if there are not so many."""
     if k > len(score) or k < 1:
         return 0.0
+    if score.device.type == "cpu":
+        return float(np.partition(score.numpy(), -k)[-k])  # half the time of torch.topk
     return float(torch.topk(score, k, sorted=False).values.min())
 
 
@@ -193,6 +203,6 @@ def gaussian_threshold(acc: Tensor, density: float) -> float:
 
 
 def _scores(acc: Tensor, ranking: Ranking) -> Tensor:
-    if len(ranking.scale) == 1 and ranking.scale[0] == 1:
+    if ranking.is_magnitude:
         return acc.abs()
     return ranking.score(acc, torch.arange(len(acc), device=acc.device))

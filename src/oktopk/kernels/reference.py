@@ -11,7 +11,7 @@ NAME = "reference (torch)"
 def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
     """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
     torch.add(held if decay == 1 else held * decay, grad, alpha=scale, out=out)
-    return first_nonfinite(out)
+    return -1 if is_finite(out) else first_nonfinite(out)
 
 
 def first_nonfinite(acc: Tensor) -> int:
