@@ -227,7 +227,8 @@ def test_a_process_that_dies_of_its_error_ends_all(tmp_path: Path, name: str) ->
         ends = collect(pipes, 40.0)
         for worker in workers:
             worker.join(GROUP_S + AT_ONCE_S)
-        assert [worker.exitcode for worker in workers] == [1, 1, 1]
+        # Not 1 always: gloo may abort a process that ends without destroying its group.
+        assert all(worker.exitcode not in (0, None) for worker in workers)
     finally:
         end(workers, 0.1)
     assert isinstance(ends[CULPRIT], OSError)

