@@ -90,3 +90,17 @@ def test_the_demo_wants_a_step_of_each_kind():
     done = run(EXAMPLES / "demo.py", "--steps", 1)
     assert done.returncode == 2
     assert "at least 2" in done.stderr
+
+
+@pytest.mark.processes
+def test_the_readmes_lines_run_under_torchrun():
+    """The README's diff, as a program: its two lines are in it, dense steps come first, the loss falls."""
+    program = EXAMPLES / "ddp_minimal.py"
+    (added,) = re.findall(r"^\+ (.*attach.*)$", (EXAMPLES.parent / "README.md").read_text(), re.MULTILINE)
+    assert added.split("(")[0] in program.read_text()
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert re.findall(r"(dense|sparse) +sparsity", done.stdout) == ["dense"] * 2 + ["sparse"] * 4
+    assert "compression was active on 40 of 60 steps" in done.stdout
