@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from oktopk.errors import InputError, MismatchError, NonFiniteError
+from oktopk.errors import InputError, MismatchError, NonFiniteError, within
 from oktopk.kernels.reference import is_finite
 from oktopk.select import Ranking, num_selected
 from oktopk.sparse import Sparse
-from oktopk.wire import Codec
+from oktopk.wire import Codec, value_dtype
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -75,6 +75,22 @@ class State:
     numel: int
     step: int = 0
     verdict: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsifier:
+    """What the sparse baselines have in common: a density, a wire, and nothing to remember."""
+
+    density: float = 0.01
+    wire: str = "fp32"
+
+    def __post_init__(self) -> None:
+        within("density", self.density, 0, 1, open_low=True)
+        value_dtype(self.wire)
+
+    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
+        """Return an empty state."""
+        return State(numel)
 
 
 @dataclass

@@ -6,17 +6,15 @@ corrected until the count is in a band around k. 2k(P-1) words a rank, times 0.8
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, State, num_wanted, rounding_of
-from oktopk.errors import within
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, rounding_of
 from oktopk.reduce import merge
 from oktopk.select import BAND, Ranking, at_least, at_most, gaussian_threshold, in_band, sampled_threshold
 from oktopk.sparse import Sparse
-from oktopk.wire import Codec, value_dtype
+from oktopk.wire import Codec
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -25,20 +23,8 @@ CORRECTIONS = 3
 """Corrections by the count just seen, before the threshold is measured instead."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GaussianK:
+class GaussianK(Sparsifier):
     """Gaussian threshold, all_gather of pairs, sum of the lists."""
-
-    density: float = 0.01
-    wire: str = "fp32"
-
-    def __post_init__(self) -> None:
-        within("density", self.density, 0, 1, open_low=True)
-        value_dtype(self.wire)
-
-    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
-        """Return an empty state."""
-        return State(numel)
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of what passed each rank's threshold."""

@@ -12,31 +12,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, State, num_wanted, taken_of
-from oktopk.errors import within
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, taken_of
 from oktopk.reduce import merge
 from oktopk.select import top_k
 from oktopk.sparse import Sparse
-from oktopk.wire import Codec, value_dtype
+from oktopk.wire import Codec
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
-@dataclass(frozen=True, kw_only=True)
-class GTopk:
+class GTopk(Sparsifier):
     """Exact local top-k, tree of merge + top-k, broadcast of k pairs."""
-
-    density: float = 0.01
-    wire: str = "fp32"
-
-    def __post_init__(self) -> None:
-        within("density", self.density, 0, 1, open_low=True)
-        value_dtype(self.wire)
-
-    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
-        """Return an empty state."""
-        return State(numel)
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the k pairs that survived every merge."""

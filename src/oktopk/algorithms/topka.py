@@ -5,36 +5,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, State, num_wanted, rounding_of
-from oktopk.errors import within
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, rounding_of
 from oktopk.reduce import merge
 from oktopk.select import top_k
 from oktopk.sparse import Sparse
-from oktopk.wire import Codec, value_dtype
+from oktopk.wire import Codec
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopkA:
+class TopkA(Sparsifier):
     """Exact local top-k, all_gather of blocks of k pairs, sum of the lists."""
-
-    density: float = 0.01
-    wire: str = "fp32"
-
-    def __post_init__(self) -> None:
-        within("density", self.density, 0, 1, open_low=True)
-        value_dtype(self.wire)
-
-    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
-        """Return an empty state."""
-        return State(numel)
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of all ranks' top k, up to P k nonzeros."""

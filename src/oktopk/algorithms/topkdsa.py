@@ -7,14 +7,12 @@ pairs or, where the pairs would cost more, as the dense block. No global selecti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, State, num_wanted, rounding_of
-from oktopk.errors import within
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, rounding_of
 from oktopk.partition import even_cuts
 from oktopk.reduce import merge
 from oktopk.select import top_k
@@ -25,20 +23,8 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopkDSA:
+class TopkDSA(Sparsifier):
     """Exact local top-k, reduce by uniform regions, gather of sparse or dense regions."""
-
-    density: float = 0.01
-    wire: str = "fp32"
-
-    def __post_init__(self) -> None:
-        within("density", self.density, 0, 1, open_low=True)
-        value_dtype(self.wire)
-
-    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
-        """Return an empty state."""
-        return State(numel)
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of all ranks' top k, up to P k nonzeros."""
