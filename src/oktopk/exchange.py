@@ -1,11 +1,11 @@
-"""`Exchange`: the steps of an attachment, on its worker thread: buckets in, means out, committed all or none."""
+"""`Exchange`: the steps of an attachment: buckets in, means out, committed all or none."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -22,10 +22,8 @@ from oktopk.lanes import Lane, Momentum, Plan
 from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
 
 Exclusion = str | Callable[[str, Tensor], bool]
-
-
-PLAIN_UNDER_WAY = 2
-"""Dense sums under way at a time while the next bucket is awaited: as many as gloo has threads."""
+_Begun = tuple[Lane, dict[str, Tensor], Callable[[], StepRecord]]
+"""A lane whose reduction has begun, the gradients in it, and what ends it."""
 
 
 @dataclass
@@ -78,12 +76,12 @@ class _Step:
     plan: Plan
     buckets: list[Bucket] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
-    under_way: deque[tuple[Lane, dict[str, Tensor], Callable[[], StepRecord]]] = field(default_factory=deque)
+    under_way: list[_Begun] = field(default_factory=list)
     nonfinite: NonFiniteError | None = None
 
 
 class Exchange:
-    """What an attachment does with the buckets that DDP hands it. All methods but `change` run on the worker."""
+    """What an attachment does with the buckets that DDP hands it, on its worker or, where it only sums, at once."""
 
     def __init__(
         self,
@@ -106,6 +104,7 @@ class Exchange:
         self._arrived: dict[str, Tensor] = {}
         self._waiting: list[Lane] = []
         self._now: _Step | None = None
+        self._untold: deque[StepRecord] = deque()
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
         self._lay_out()
@@ -123,6 +122,12 @@ class Exchange:
     def go_on_at(self, step: int) -> None:
         """Make `step` the next one, once all ranks are seen to be there."""
         self.next_step, self._agreed = step, False
+
+    @property
+    def just_sums(self) -> bool:
+        """Whether the step that is being made, or comes next, does no more than DDP would, and on the CPU."""
+        plan = Plan(self.next_step, self.settings.algorithm_at(self.next_step), momentum=self.settings.momentum)
+        return all(lane.just_sums(plan) and lane.residual.held.device.type == "cpu" for lane in self.lanes)
 
     def take(self, bucket: Bucket) -> None:
         """Sort a bucket's gradients into their lanes, and reduce those that are complete."""
@@ -173,14 +178,14 @@ class Exchange:
             self._waiting.remove(lane)
             grads = {name: self._arrived[name] for name in lane.names}
             step.under_way.append((lane, grads, lane.start_(grads, step.plan, self.comm)))
-            self._finish(step, keep=PLAIN_UNDER_WAY if step.plan.is_plain else 0)
+            if not lane.just_sums(step.plan):
+                self._finish(step, [step.under_way.pop()])
         if bucket.is_last:
-            self._finish(step, keep=0)
+            self._finish(step, step.under_way)
 
-    def _finish(self, step: _Step, keep: int) -> None:
-        """End the reductions that were started first, but for the last `keep`."""
-        while len(step.under_way) > keep:
-            lane, grads, end = step.under_way.popleft()
+    def _finish(self, step: _Step, begun: Sequence[_Begun]) -> None:
+        """End reductions that were started."""
+        for lane, grads, end in begun:
             try:
                 step.records.append(end())
             except NonFiniteError as error:
@@ -209,7 +214,12 @@ class Exchange:
         self.summary.add_(record)
         for bucket in step.buckets:
             bucket.done.set_result(step.nonfinite if self.settings.on_nonfinite == "raise" else None)
-        self.sinks.write(record)
+        self._untold.append(record)
+
+    def tell(self) -> None:
+        """Write the records of the steps made since the last time to the sinks."""
+        while self._untold:
+            self.sinks.write(self._untold.popleft())
 
     def _give_up(self, error: BaseException, bucket: Bucket) -> None:
         """Tell backward() here, and the other ranks, why there will be no more exchanges."""

@@ -8,6 +8,7 @@ depend on how DDP cuts its buckets.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine, takes_segme
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
-from oktopk.kernels.reference import first_nonfinite, is_finite
+from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
 from oktopk.plain import from_plain, to_plain
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
@@ -148,9 +149,13 @@ class Lane:
         Where DDP would just sum, the sum is under way when this returns; all else is done at the end. Nothing is
         committed yet.
         """
-        self._made = not (plan.is_plain and not self._pending)
+        self._made = not self.just_sums(plan)
         end = partial(self._reduce_, grads, plan, comm) if self._made else self._start_plain_(grads, plan, comm)
         return partial(self._naming_the_parameter, end)
+
+    def just_sums(self, plan: Plan) -> bool:
+        """Whether this step is to the lane what it is to DDP: nothing is held back, and nothing will be."""
+        return plan.is_plain and not self._pending
 
     def _reduce_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> StepRecord:
         split = 0 if plan.algorithm is None else self._num_sparse
@@ -205,8 +210,7 @@ class Lane:
             return None
         assert plan.algorithm is not None
         self._prepare(plan.algorithm, comm)
-        verdict = Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
-        return reduce_if_fine(plan.algorithm, self.residual.acc[:split], self.state, comm, verdict)
+        return reduce_if_fine(plan.algorithm, self.residual.acc[:split], self.state, comm, Verdict.on(first_bad))
 
     def _reduce_dense_(self, split: int, comm: Metered, first_bad: int) -> None:
         """Sum the parameters that travel dense. All ranks see alike whether that sum is finite."""
@@ -219,31 +223,36 @@ class Lane:
             self._refuse(first_bad, comm)
 
     def _start_plain_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
-        """Do what DDP would: nothing is held back, so the gradients themselves are summed, where they lie together."""
+        """Do what DDP would: the gradients themselves are summed, where they lie together.
+
+        A rank whose gradient is not finite puts a NaN first, and the sum carries that to every rank: no message more,
+        no second look at the sum. A mean of finite numbers is finite, since they are divided before they are added.
+        """
         together = _lie_together([grads[name] for name in self.names])
         side = torch.cat([grads[name] for name in self.names]) if together is None else together
         with comm.phase("side"):
-            first_bad = -1 if is_finite(side) else self._first_bad(grads)
-            pending = comm.start_all_reduce(side.div_(comm.size))  # divided first, as in DDP: float16 sums overflow
+            first_bad = -1 if divide_(side, comm.size) else self._first_bad(grads)
+            if first_bad >= 0:
+                side[0] = math.nan
+            pending = comm.start_all_reduce(side)
         started = comm.take()
 
         def end() -> StepRecord:
             with comm.phase("side"):
                 pending.wait()
-            self._end_plain_(grads, side, together is None, first_bad, comm)
+            if not is_finite(side[:1]):
+                self._refuse(first_bad, comm)
+            if together is None:
+                self._take_apart(side, grads, comm)
             started.add_(comm.take())
             return self._record(0, None, plan, started)
 
         return end
 
-    def _end_plain_(
-        self, grads: Mapping[str, Tensor], side: Tensor, apart: bool, first_bad: int, comm: Metered
-    ) -> None:
-        if not is_finite(side):
-            self._refuse(first_bad, comm)
+    def _take_apart(self, side: Tensor, grads: Mapping[str, Tensor], comm: Metered) -> None:
+        means = torch.split(side, [piece.numel for piece in self._pieces])
         with comm.phase("apply"):
-            means = torch.split(side, [piece.numel for piece in self._pieces]) if apart else ()
-            for name, mean in zip(self.names, means, strict=False):
+            for name, mean in zip(self.names, means, strict=True):
                 grads[name].copy_(mean)
 
     def _first_bad(self, grads: Mapping[str, Tensor]) -> int:
@@ -256,10 +265,8 @@ class Lane:
 
     def _refuse(self, first_bad: int, comm: Metered) -> None:
         """Raise, on all ranks alike, whose gradient it was that made a sum not finite."""
-        verdict = Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
-        with comm.phase("agree"):
-            verdicts = comm.all_gather(torch.tensor([verdict], device=self.residual.held.device)).view(-1).tolist()
-        Verdict.raise_if_any(verdicts, self.residual.held.numel())
+        held = self.residual.held
+        Verdict.raise_if_any(Verdict.gather(Verdict.on(first_bad), held.device, comm), held.numel())
         raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is")
 
     def _deliver_(

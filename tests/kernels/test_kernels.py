@@ -141,3 +141,29 @@ def test_accumulate_keeps_denormals_and_minus_zero() -> None:
         out = torch.empty(3)
         assert kernels.accumulate(grad, held, out) == -1
         assert same_bits(out, torch.tensor([2.8e-45, -0.0, 0.0]))
+
+
+# ---- divide_
+
+
+@pytest.mark.parametrize("numel", [0, 1, reference.CHUNK - 1, reference.CHUNK, 2 * reference.CHUNK + 3])
+@pytest.mark.parametrize("divisor", [1, 2, 3])
+def test_divide_divides_every_chunk(numel: int, divisor: int) -> None:
+    tensor = random(numel, torch.float32)
+    wanted = tensor / divisor
+    assert reference.divide_(tensor, divisor)
+    assert same_bits(tensor, wanted)
+
+
+@pytest.mark.parametrize("at", [0, reference.CHUNK - 1, reference.CHUNK, 2 * reference.CHUNK + 2])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_divide_sees_what_is_not_finite_and_still_divides_the_rest(at: int, poison: float) -> None:
+    tensor = random(2 * reference.CHUNK + 3, torch.float32)
+    tensor[at] = poison
+    wanted = tensor / 2
+    assert not reference.divide_(tensor, 2)
+    assert torch.equal(tensor.nan_to_num(0.5), wanted.nan_to_num(0.5))
+
+
+def test_divide_does_not_take_large_for_infinite() -> None:
+    assert reference.divide_(torch.full((10,), 3e38), 1)

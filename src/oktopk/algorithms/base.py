@@ -117,6 +117,17 @@ class Verdict:
         return reason + 4 * detail
 
     @staticmethod
+    def on(first_bad: int) -> int:
+        """Return the verdict on a vector whose first NaN or Inf is at this index; -1: there is none."""
+        return Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
+
+    @staticmethod
+    def gather(verdict: int, device: torch.device, comm: Comm) -> list[int]:
+        """Return every rank's verdict."""
+        with comm.phase("agree"):
+            return [int(v) for v in comm.all_gather(torch.tensor([verdict], device=device)).view(-1).tolist()]
+
+    @staticmethod
     def detail(verdict: int) -> int:
         """Return what a verdict says beside its reason."""
         return verdict // 4
@@ -146,9 +157,7 @@ def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, ve
     if getattr(algorithm, "carries_verdict", False):
         state.verdict = verdict
     else:
-        with comm.phase("agree"):
-            verdicts = comm.all_gather(torch.tensor([verdict], device=acc.device)).view(-1).tolist()
-        Verdict.raise_if_any(verdicts, acc.numel())
+        Verdict.raise_if_any(Verdict.gather(verdict, acc.device, comm), acc.numel())
     reduced = algorithm.reduce(acc, state, comm)
     total = reduced.sum.value if isinstance(reduced.sum, Sparse) else reduced.sum
     if not is_finite(total):  # the same bits, so the same verdict, on every rank

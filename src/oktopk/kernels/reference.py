@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 NAME = "reference (torch)"
+CHUNK = 1 << 17
+"""Elements that a core's own cache holds, with room to spare."""
 
 
 def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
@@ -23,6 +25,13 @@ def first_nonfinite(acc: Tensor) -> int:
 def is_finite(tensor: Tensor) -> bool:
     """Whether all of it is: a sum of squares tells in one pass, unless it overflows."""
     return math.isfinite(float(tensor.dot(tensor))) or first_nonfinite(tensor) < 0
+
+
+def divide_(tensor: Tensor, divisor: float) -> bool:
+    """Divide in place; return whether all of it is finite, asked of each chunk while it is still in the cache."""
+    chunks = (tensor,) if tensor.is_cuda else torch.split(tensor, CHUNK)
+    finite = [is_finite(chunk.div_(divisor)) for chunk in chunks]
+    return all(finite)
 
 
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
