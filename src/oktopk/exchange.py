@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +68,7 @@ class Bucket:
     grads: dict[str, Tensor]
     done: Future[Exception | None]
     ready: torch.cuda.Event | None = None  # on a GPU: when the gradients are there
+    came_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -209,7 +211,12 @@ class Exchange:
             for lane in self.lanes:
                 lane.commit_(step.plan)
         phase = "dense" if step.plan.algorithm is None else "sparse"
-        record = total_of(step.records, step=step.plan.step, phase=phase, skipped=step.nonfinite is not None)
+        record = replace(
+            total_of(step.records, step=step.plan.step, phase=phase),
+            skipped=step.nonfinite is not None,
+            reason=None if step.nonfinite is None else str(step.nonfinite),
+            wait_seconds=time.perf_counter() - step.buckets[-1].came_s,
+        )
         self.last, self._now, self.next_step = record, None, self.next_step + 1
         self.summary.add_(record)
         for bucket in step.buckets:

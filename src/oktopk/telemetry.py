@@ -39,6 +39,9 @@ class StepRecord:
     threshold            the local threshold of this step, as a score; None if there was none
     global_threshold     the smallest score that was delivered, or the threshold for it; None if there was none
     skipped              the step was refused (non-finite) and nothing was delivered
+    reason               why it was: which rank, which parameter; None if it was not
+    wait_seconds         measured: how long backward waited for the exchange, after its own work was done; None for a
+                         `Reducer`, whose caller waits for all of it
     buckets              the same for each group of parameters that was reduced together; empty for a `Reducer`
     """
 
@@ -59,6 +62,8 @@ class StepRecord:
     threshold: float | None = None
     global_threshold: float | None = None
     skipped: bool = False
+    reason: str | None = None
+    wait_seconds: float | None = None
     buckets: tuple[StepRecord, ...] = ()
 
     def to_json(self) -> str:
@@ -78,7 +83,7 @@ def ratio_of(nnz: int, numel: int) -> float | None:
     return numel / nnz if nnz else None
 
 
-def total_of(parts: Sequence[StepRecord], *, step: int, phase: str, skipped: bool = False) -> StepRecord:
+def total_of(parts: Sequence[StepRecord], *, step: int, phase: str) -> StepRecord:
     """Return the record of a step made of several reductions."""
     numel, nnz = sum(part.numel for part in parts), sum(part.nnz for part in parts)
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -104,7 +109,6 @@ def total_of(parts: Sequence[StepRecord], *, step: int, phase: str, skipped: boo
         sent_by_phase=dict(sent),
         threshold=_mean([part.threshold for part in parts]),
         global_threshold=_mean([part.global_threshold for part in parts]),
-        skipped=skipped,
         buckets=tuple(parts),
     )
 

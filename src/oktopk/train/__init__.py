@@ -1,0 +1,1 @@
+"""The trainer: `oktopk train` and what it needs."""

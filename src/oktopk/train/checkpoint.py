@@ -1,0 +1,118 @@
+"""Checkpoints: a folder a step, with a file for what all ranks share and one for what each keeps to itself.
+
+It is written under another name and renamed when every rank is done: there is no half checkpoint, whenever a worker is
+killed. `last` and `best` are files that name one; what neither names is removed, but for the one before the last. Files
+are read with `weights_only=True`: they are data.
+
+At another number of workers each gets the mean of the residuals, so that what is pending is conserved.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oktopk.errors import StateError
+from oktopk.train.rundir import RunDir, write_text
+from oktopk.train.together import all_or_none
+
+VERSION = 1
+LAST, BEST = "last", "best"
+SHARED = "shared.pt"
+KEPT = 2
+"""Checkpoints that stay beside the best: the last one, and one to fall back on."""
+
+State = dict[str, Any]
+
+
+def save(run: RunDir, step: int, shared: State, own: State, best: bool) -> Path:
+    """Write a checkpoint; all ranks call this alike, and either all have it or it is not there."""
+    folder = run.checkpoints / f"step-{step:08d}"
+    unfinished = folder.with_name(f".{folder.name}")
+    rank = dist.get_rank()
+    all_or_none("making a checkpoint", lambda: _make(unfinished) if rank == 0 else None)
+    all_or_none("writing a checkpoint", lambda: _write(unfinished, rank, shared, own))
+    if rank == 0:
+        _finish(run, unfinished, folder, best)
+    return folder
+
+
+def _make(unfinished: Path) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed while it wrote
+    unfinished.mkdir(parents=True)
+
+
+def _write(unfinished: Path, rank: int, shared: State, own: State) -> None:
+    size = dist.get_world_size()
+    if rank == 0:
+        _save({"version": VERSION, "size": size, **shared}, unfinished / SHARED)
+    _save(own, unfinished / _name(rank))
+
+
+def _save(state: State, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _finish(run: RunDir, unfinished: Path, folder: Path, best: bool) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # the same step, made again after a resume
+    unfinished.rename(folder)
+    for name in (LAST, BEST) if best else (LAST,):
+        write_text(run.checkpoints / name, folder.name)
+    named = {(run.checkpoints / name).read_text().strip() for name in (LAST, BEST) if (run.checkpoints / name).exists()}
+    for old in sorted(run.checkpoints.glob("step-*"))[:-KEPT]:
+        if old.name not in named:
+            shutil.rmtree(old)
+
+
+def _name(rank: int) -> str:
+    return f"rank{rank}.pt"
+
+
+def find_last(run: RunDir) -> Path | None:
+    """Return the last checkpoint of a run; None if it has none yet."""
+    pointer = run.checkpoints / LAST
+    return run.checkpoints / pointer.read_text().strip() if pointer.exists() else None
+
+
+def num_workers(folder: Path) -> int:
+    """Return how many workers wrote a checkpoint."""
+    return int(_load(folder / SHARED)["size"])
+
+
+def load(folder: Path, rank: int, size: int) -> tuple[State, State]:
+    """Return (what all ranks share, what this rank keeps), for `size` ranks, whatever their number was."""
+    shared = _load(folder / SHARED)
+    if shared.get("version") != VERSION:
+        raise StateError(f"{folder} is a checkpoint of version {shared.get('version')}, this is {VERSION}")
+    if shared["size"] == size:
+        return shared, _load(folder / _name(rank))
+    return shared, _mean_of([_load(folder / _name(old)) for old in range(shared["size"])])
+
+
+def _load(path: Path) -> State:
+    try:
+        return dict(torch.load(path, weights_only=True, map_location="cpu"))
+    except FileNotFoundError as error:
+        raise StateError(f"the checkpoint has no {path}") from error
+    except Exception as error:  # a cut-off file raises whatever the byte after the cut suggests
+        others = [other.name for other in sorted(path.parent.parent.glob("step-*")) if other != path.parent]
+        there = f"; another one is there: --resume {path.parent.parent / others[-1]}" if others else ""
+        raise StateError(f"the checkpoint {path} cannot be read ({type(error).__name__}){there}") from error
+
+
+def _mean_of(states: list[State]) -> State:
+    """Return a state that holds the mean of what the old ranks held back."""
+    pending = [state["oktopk"] for state in states]
+    means = {
+        key: {name: sum(each[key][name] for each in pending) / len(pending) for name in pending[0][key]}
+        for key in ("residual", "velocity")
+    }
+    return {"pending": {**means, "step": pending[0]["step"]}}

@@ -1,0 +1,132 @@
+"""`Console`: what the user sees while a run goes on: a live line on a terminal, plain lines elsewhere; rank 0 only."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import rich.console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from oktopk.train.plan import Plan, megabytes
+from oktopk.train.records import SPLIT, Record
+
+LINES_PER_EPOCH = 4
+"""Where there is no terminal."""
+
+
+class Console:
+    """Talks if `rank` is 0."""
+
+    def __init__(self, rank: int, epochs: int) -> None:
+        self.out = rich.console.Console(quiet=rank != 0, soft_wrap=True, highlight=False)
+        self._live = self.out.is_terminal and rank == 0
+        self._epochs = epochs
+        self._steps = 0
+        self._done = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"), console=self.out, transient=True, disable=not self._live,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", figures="")
+
+    def __enter__(self) -> Console:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.out.print(escape(text))
+
+    def warn(self, text: str) -> None:
+        """Print a line that should not be missed."""
+        self.out.print(f"[bold yellow]WARNING[/] {escape(text)}")
+
+    def begin_epoch(self, epoch: int, steps: int) -> None:
+        """Show that an epoch begins."""
+        self._steps, self._done = steps, 0
+        self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{self._epochs}", figures="")
+
+    def step(self, record: Record) -> None:
+        """Show a step."""
+        self._done += 1
+        self._progress.update(self._task, advance=1, figures=_figures(record))
+        if not self._live and self._done % max(1, self._steps // LINES_PER_EPOCH) == 0:
+            self.out.print(f"epoch {record['epoch'] + 1} step {record['step']}: {_figures(record)}")
+
+    def end_epoch(self, record: Record) -> None:
+        """Print what an epoch came to."""
+        figures = ", ".join(
+            f"{name} {shown(record[key])}" for name, key in (("val loss", "val_loss"), ("WER", "wer"), ("CER", "cer"))
+        )
+        validation = figures if record["validated"] else "not validated"
+        self.out.print(
+            f"[bold]epoch {record['epoch'] + 1}/{self._epochs}[/]  step {record['step']}  "
+            f"train loss {shown(record['train_loss'])}  {validation}  {record['epoch_seconds']:.1f} s"
+        )
+
+
+def _figures(record: Record) -> str:
+    split = record["split"]
+    seconds = sum(split.values()) or 1.0
+    parts = " ".join(f"{name} {100 * split[name] / seconds:.0f}%" for name in SPLIT)
+    return (
+        f"loss {shown(record['loss'])}  lr {record['lr']:.3g}  {record['utterances'] / seconds:.0f} utt/s  "
+        f"{record['phase']} sparsity {record['sparsity']:.3f} ratio {shown(record['compression_ratio'])}  "
+        f"{megabytes(record['sent_bytes'] / seconds)}/s  {parts}"
+    )
+
+
+def shown(value: float | None) -> str:
+    """Return a figure for people; what is not known says so."""
+    return "n/a" if value is None else f"{value:.4g}"
+
+
+def end_table(summary: Record, plan: Plan, reference: dict[str, float]) -> Table:
+    """Return what a run came to."""
+    table = Table(title="the run", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in _rows(summary, plan, reference).items():
+        table.add_row(name, text)
+    return table
+
+
+def _rows(summary: Record, plan: Plan, reference: dict[str, Any]) -> dict[str, str]:
+    why = "no step was sparse" if not summary["sparse_steps"] else ""
+    dense = f"  (dense, same recipe, stored reference: {shown(reference['wer'])})" if "wer" in reference else ""
+    seconds = summary["seconds"]
+    whole = sum(seconds.values())
+    per_step = summary["seconds_per_step"]
+    return {
+        "train loss": f"{shown(summary['first_loss'])} in the first epoch, {shown(summary['train_loss'])} in the last",
+        "val loss": shown(summary["val_loss"]),
+        "WER": f"{shown(summary['wer'])}, best {shown(summary['best_wer'])}{dense}",
+        "CER": shown(summary["cer"]),
+        "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps"
+        + (f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""),
+        "sparsity": na(summary["sparsity"], why) + " in the sparse phase",
+        "compression ratio": na(summary["compression_ratio"], why) + " in the sparse phase",
+        "bytes sent": _bytes(summary),
+        "time": f"{whole:.1f} s: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
+        "step": f"{shown(per_step['dense'])} s dense, {shown(per_step['sparse'])} s sparse, on {plan.workers} workers",
+    }
+
+
+def _bytes(summary: Record) -> str:
+    if summary["sent_of_dense"] is None:
+        return "none: one worker has nobody to send to"
+    sent, dense = megabytes(summary["sent_bytes"]), megabytes(summary["dense_bytes"])
+    return f"{sent} by rank 0, {summary['sent_of_dense']:.1%} of the {dense} that dense steps would have sent"
+
+
+def na(value: float | None, why: str) -> str:
+    """Return a figure, or n/a and why."""
+    return shown(value) + (f" ({why})" if value is None and why else "")

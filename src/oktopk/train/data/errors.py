@@ -1,0 +1,29 @@
+"""What the data part raises, besides the `LabelError` of a text.
+
+OktopkError
+├── DataError      a file, a manifest or a corpus that cannot be trained on     (a ValueError)
+└── SpeechError    the speech engine is not installed, or failed                (a RuntimeError)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from oktopk.errors import OktopkError
+
+Kind = Literal[
+    "missing", "empty", "unreadable", "wrong rate", "stereo", "bad text", "too short", "bad manifest", "bad corpus"
+]
+
+
+class DataError(OktopkError, ValueError):
+    """Data that cannot be trained on: `path` says which file, `kind` what is wrong with it, the message what to do."""
+
+    def __init__(self, kind: Kind, path: str | Path, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.kind, self.path, self.message = kind, Path(path), message
+
+
+class SpeechError(OktopkError, RuntimeError):
+    """The speech engine is not installed, or failed."""

@@ -1,0 +1,62 @@
+"""The 29 things that the recogniser can say at a moment: the CTC blank, an apostrophe, A to Z, a space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from oktopk.errors import OktopkError
+
+LABELS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
+"""Index is what the net gives; `_` stands for the blank and is no character of any text."""
+
+BLANK = 0
+"""Index of the CTC blank."""
+
+_INDEX = {label: index for index, label in enumerate(LABELS) if index != BLANK}
+
+
+class LabelError(OktopkError, ValueError):
+    """A text with characters that no label stands for; `characters` has each of them once."""
+
+    def __init__(self, characters: str) -> None:
+        named = " ".join(map(repr, characters))
+        capitals = " Write it in capitals." if any(c.upper() in _INDEX for c in characters) else ""
+        super().__init__(f"wanted A to Z, apostrophe and space only, found {named}.{capitals}")
+        self.characters = characters
+
+
+def encode(text: str) -> list[int]:
+    """Return the index of each character.
+
+    >>> encode("AN'")
+    [2, 15, 1]
+    """
+    unknown = dict.fromkeys(c for c in text if c not in _INDEX)
+    if unknown:
+        raise LabelError("".join(unknown))
+    return [_INDEX[c] for c in text]
+
+
+def decode(indices: Iterable[int]) -> str:
+    """Return the label of each index, blanks as `_`; repeats stay, they are the decoder's business.
+
+    >>> decode([2, 15, 1])
+    "AN'"
+    """
+    return "".join(LABELS[_known(index)] for index in indices)
+
+
+def ctc_frames(target: list[int]) -> int:
+    """Return how many frames CTC needs for `target`: one for each label and a blank between equal neighbours.
+
+    >>> ctc_frames(encode("BOOK"))
+    5
+    """
+    return len(target) + sum(a == b for a, b in pairwise(target))
+
+
+def _known(index: int) -> int:
+    if not 0 <= index < len(LABELS):
+        raise IndexError(f"a label is 0 to {len(LABELS) - 1}, not {index}")
+    return index

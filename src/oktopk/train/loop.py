@@ -1,0 +1,308 @@
+"""`Trainer`: the loop. Batches in; a net, a record of every step and checkpoints out; on any number of workers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import oktopk
+from oktopk.telemetry import StepRecord
+from oktopk.train import checkpoint
+from oktopk.train.config import Config
+from oktopk.train.console import Console
+from oktopk.train.corpus import Corpus
+from oktopk.train.data.loader import Batch, Batches
+from oktopk.train.health import DivergedError, Health, largest_gradient, nonfinite_message
+from oktopk.train.launch import Place
+from oktopk.train.metrics import Counts, Transcripts, greedy, references
+from oktopk.train.models import make_model
+from oktopk.train.models.ctc import ctc_loss
+from oktopk.train.plan import Plan, megabytes, travel_dense
+from oktopk.train.records import SPLIT, finite, summarise
+from oktopk.train.scribe import Scribe
+from oktopk.train.together import check_same_weights, gather, share_buffers, total
+
+NEVER = 10**9
+"""Dense steps of a run whose compressor is dense."""
+
+
+@dataclass
+class Progress:
+    """Where the run is: with the weights and what the exchange holds back, all that a resumed run needs to know."""
+
+    epoch: int = 0
+    step_of_epoch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0  # of the epoch's steps so far
+    loss_count: int = 0
+    best_wer: float | None = None
+    grad_norm: float | None = None
+
+    @property
+    def train_loss(self) -> float | None:
+        """The mean loss of the epoch's steps so far."""
+        return self.loss_sum / self.loss_count if self.loss_count else None
+
+
+class Trainer:
+    """One worker of a run. All workers make one, and call its methods alike."""
+
+    def __init__(self, config: Config, place: Place, corpus: Corpus, plan: Plan, scribe: Scribe, console: Console):
+        self.config, self.place, self.plan, self.scribe, self.console = config, place, plan, scribe, console
+        self.device = torch.device(plan.device)
+        self.train_batches, self.val_batches = self._batches(corpus)
+        torch.manual_seed(config.seed)
+        self.net = make_model(config.dnn).to(self.device)
+        self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
+        correction = config.momentum if config.momentum_correction else None
+        self.optimizer = torch.optim.SGD(
+            self.net.parameters(),
+            lr=config.lr,
+            momentum=0.0 if correction else config.momentum,
+            nesterov=config.nesterov and not correction and config.momentum > 0,
+            weight_decay=config.weight_decay,
+        )
+        self.sparse = oktopk.attach(
+            self.model,
+            config.algorithm(),
+            dense_steps=NEVER if config.is_dense else config.dense_steps,
+            exclude=travel_dense(self.net, config.density),
+            clip=config.clip if config.clip and config.clip_place == "local" else None,
+            momentum=correction,
+            on_nonfinite="skip",  # the loop tells what it was, and stops if it has to
+            timeout=config.timeout_s,
+        )
+        self.progress = Progress()
+        self.health = Health()
+
+    def _batches(self, corpus: Corpus) -> tuple[Batches, Batches]:
+        shares: dict[str, Any] = {"rank": self.place.rank, "world_size": self.place.size, "seed": self.config.seed}
+        return (
+            Batches(corpus.train, batch_size=self.config.batch_size, augmentation=self.config.augmentation(), **shares),
+            Batches(corpus.val, batch_size=self.config.batch_size, evaluation=True, **shares),
+        )
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint, as if the run had never stopped."""
+        shared, own = checkpoint.load(folder, self.place.rank, self.place.size)
+        self.net.load_state_dict(shared["net"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        self.progress = Progress(**shared["progress"])
+        if "pending" in own:  # another number of workers
+            self.sparse.load_pending(**own["pending"])
+        else:
+            self.sparse.load_state_dict(own["oktopk"])
+            torch.set_rng_state(own["rng"])
+        self.scribe.go_on_from(self.progress.step)
+        self.scribe.event("resume", self.progress.step, f"resumed from {folder.name}")
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end; return the figures of the run."""
+        try:
+            with self.console:
+                while self.progress.epoch < self.config.max_epochs and not self._is_over():
+                    self._run_epoch()
+        finally:
+            self.sparse.detach()
+        return self.scribe.finish(summarise)
+
+    def _is_over(self) -> bool:
+        return self.progress.step >= self.plan.steps
+
+    def _run_epoch(self) -> None:
+        progress = self.progress
+        lr = self.config.lr_at(progress.epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        start, steps = time.perf_counter(), self.plan.steps_per_epoch
+        self.console.begin_epoch(progress.epoch, min(steps, self.plan.steps - progress.step + progress.step_of_epoch))
+        self.net.train()
+        passes = self.config.nsteps_update
+        with closing(self.train_batches.epoch(progress.epoch, progress.step_of_epoch * passes)) as batches:  # type: ignore[type-var]
+            while progress.step_of_epoch < steps and not self._is_over():
+                self._step(batches, lr)
+                self._checkpoint_if_due()
+        self._end_epoch(lr, time.perf_counter() - start)
+
+    def _step(self, batches: Iterator[Batch], lr: float) -> None:
+        """Make one step: forward and backward, the exchange within backward, the update; then tell what it was."""
+        laps = _Laps()
+        work = [batch.to(self.device) for batch in islice(batches, self.config.nsteps_update)]
+        laps.end("data")
+        loss = self._forward_backward(work)
+        made = self.sparse.last
+        assert made is not None
+        laps.end("compute")
+        wait = min(made.wait_seconds or 0.0, laps.seconds["compute"])
+        laps.seconds.update(compute=laps.seconds["compute"] - wait, wait=wait)
+        characters = sum(int(batch.target_lengths.sum()) for batch in work)
+        utterances = sum(len(batch.frames) for batch in work)
+        norm = None if made.skipped else self._update()
+        laps.end("update")
+        mine = [loss, utterances, characters, made.sent_bytes, made.received_bytes, made.selected]
+        ranks = gather([*mine, *(laps.seconds[name] for name in SPLIT)])
+        self._check_health(made, ranks, lr, norm)
+        self._tell(made, ranks, lr, norm)
+
+    def _forward_backward(self, work: list[Batch]) -> float:
+        """Return this rank's loss, averaged over the passes; the gradients are summed over them, and then exchanged."""
+        self.optimizer.zero_grad()
+        losses = []
+        for i, batch in enumerate(work):
+            last = i == len(work) - 1
+            with nullcontext() if last else self.model.no_sync():
+                log_probs, frames = self.model(batch.inputs, batch.frames)
+                loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths) / len(work)
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        return math.fsum(losses)
+
+    def _update(self) -> float:
+        """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before."""
+        clip = self.config.clip if self.config.clip and self.config.clip_place == "global" else math.inf
+        norm = float(clip_grad_norm_(self.net.parameters(), clip))
+        self.optimizer.step()
+        return norm
+
+    def _check_health(self, made: StepRecord, ranks: list[list[float]], lr: float, norm: float | None) -> None:
+        """Stop, or note, a step whose numbers mean nothing; every rank sees the same numbers, and does the same."""
+        step, before = made.step, self.progress.grad_norm
+        losses = [loss for loss, *_ in ranks]
+        if made.skipped or not all(map(math.isfinite, losses)):
+            message = nonfinite_message(step, losses, lr, before, made.reason or "the loss is not finite")
+            self._warn_or_stop("non-finite", step, message)
+            return
+        per_character = [loss * count / max(1.0, characters) for loss, count, characters, *_ in ranks]
+        exploded = self.health.check(per_character, step, lr, norm, lambda: largest_gradient(self.net))
+        if exploded is not None:
+            self._warn_or_stop("exploded", step, exploded)
+
+    def _warn_or_stop(self, event: str, step: int, message: str) -> None:
+        self.scribe.event(event, step, message)
+        self.console.warn(message)
+        if self.config.on_nonfinite == "stop":
+            raise DivergedError(message)
+
+    def _tell(self, made: StepRecord, ranks: list[list[float]], lr: float, norm: float | None) -> None:
+        progress, losses = self.progress, [loss for loss, *_ in ranks]
+        loss = finite(math.fsum(losses) / len(losses))
+        if loss is not None:
+            progress.loss_sum, progress.loss_count = progress.loss_sum + loss, progress.loss_count + 1
+        names = ("loss", "utterances", "characters", "sent_bytes", "received_bytes", "selected", *SPLIT)
+        by_rank = [{name: finite(value) for name, value in zip(names, row, strict=True)} for row in ranks]
+        record = self.scribe.step(
+            **asdict(replace(made, buckets=())),
+            epoch=progress.epoch,
+            loss=loss,
+            lr=lr,
+            grad_norm=finite(norm),
+            utterances=int(sum(row[1] for row in ranks)),
+            split={name: by_rank[self.place.rank][name] for name in SPLIT},
+            ranks=by_rank,
+        )
+        self.console.step(record)
+        if made.phase == "sparse" and made.step == self.sparse_from:
+            self._announce_sparse(made)
+        if norm is not None:
+            progress.grad_norm = norm
+        progress.step, progress.step_of_epoch = progress.step + 1, progress.step_of_epoch + 1
+
+    @property
+    def sparse_from(self) -> int:
+        """The first sparse step."""
+        return self.config.dense_steps
+
+    def _announce_sparse(self, made: StepRecord) -> None:
+        ratio = "n/a" if made.compression_ratio is None else f"{made.compression_ratio:.1f}"
+        message = (
+            f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, compression ratio {ratio}, "
+            f"{megabytes(made.sent_bytes)} sent where a dense step sends {megabytes(self.plan.dense_bytes)}"
+        )
+        self.scribe.event("first-sparse", made.step, message)
+        self.console.say(message)
+
+    def _end_epoch(self, lr: float, seconds: float) -> None:
+        progress = self.progress
+        last = progress.epoch + 1 == self.config.max_epochs or self._is_over()
+        due = last or (progress.epoch + 1) % self.config.validate_every == 0
+        figures: dict[str, float | None] = self._validate() if due else {"val_loss": None, "wer": None, "cer": None}
+        record = self.scribe.epoch(
+            epoch=progress.epoch,
+            step=progress.step,
+            train_loss=progress.train_loss,
+            lr=lr,
+            epoch_seconds=seconds,
+            validated=due,
+            **figures,
+        )
+        self.console.end_epoch(record)
+        wer = figures["wer"]
+        best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
+        self.progress = Progress(
+            epoch=progress.epoch + 1,
+            step=progress.step,
+            best_wer=wer if best else progress.best_wer,
+            grad_norm=progress.grad_norm,
+        )
+        self._checkpoint(best)
+
+    def _checkpoint_if_due(self) -> None:
+        every, progress = self.config.checkpoint_every, self.progress
+        at_end = progress.step_of_epoch == self.plan.steps_per_epoch or self._is_over()
+        if every and progress.step % every == 0 and not at_end:  # an epoch's end has one of its own
+            self._checkpoint(best=False)
+
+    def _checkpoint(self, best: bool) -> None:
+        digest = check_same_weights(self.net, self.progress.step)
+        shared = {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+            "digest": digest,
+        }
+        own = {"oktopk": self.sparse.state_dict(), "rng": torch.get_rng_state()}
+        folder = checkpoint.save(self.scribe.run, self.progress.step, shared, own, best)
+        self.scribe.log(f"step {self.progress.step}: checkpoint {folder.name}, weights {digest}")
+
+    @torch.no_grad()
+    def _validate(self) -> dict[str, float | None]:
+        """Return loss, WER and CER over the validation set, each worker having looked at its share of it."""
+        share_buffers(self.net)
+        self.net.eval()
+        transcripts, loss_sum, count = Transcripts(), 0.0, 0
+        for batch in self.val_batches.epoch(0):
+            on_device = batch.to(self.device)
+            log_probs, frames = self.net(on_device.inputs, batch.frames)
+            loss = ctc_loss(log_probs, frames, on_device.targets, batch.target_lengths)
+            loss_sum, count = loss_sum + float(loss) * len(batch.frames), count + len(batch.frames)
+            transcripts.add(references(batch.targets, batch.target_lengths), greedy(log_probs, frames))
+        self.net.train()
+        losses = total(torch.tensor([loss_sum, count], dtype=torch.float64))
+        counts = Counts.from_tensor(total(transcripts.counts().to_tensor()))
+        return {
+            "val_loss": finite(float(losses[0] / losses[1])) if losses[1] else None,
+            "wer": counts.wer,
+            "cer": counts.cer,
+        }
+
+
+class _Laps:
+    """A stopwatch with named laps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now

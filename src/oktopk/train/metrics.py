@@ -1,0 +1,122 @@
+"""What the recogniser wrote, and how wrong it is: greedy decoding, word and character error rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+import jiwer
+import torch
+from torch import Tensor
+
+from oktopk.errors import InputError
+from oktopk.train.data import labels
+
+
+def greedy(log_probs: Tensor, output_frames: Tensor) -> list[str]:
+    """Return the text of each utterance of [T, B, labels]: the likeliest labels, repeats collapsed, blanks dropped."""
+    best = log_probs.detach().argmax(-1).t().cpu()  # [B, T]
+    return [_collapsed(row[:frames]) for row, frames in zip(best, output_frames.tolist(), strict=True)]
+
+
+def references(targets: Tensor, target_lengths: Tensor) -> list[str]:
+    """Return the texts of a batch's targets, which stand one after the other."""
+    return [labels.decode(row.tolist()) for row in torch.split(targets.cpu(), target_lengths.tolist())]
+
+
+def _collapsed(row: Tensor) -> str:
+    return labels.decode([label for label in torch.unique_consecutive(row).tolist() if label != labels.BLANK])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Edits and what they are counted against; sums over batches and over ranks mean what they say.
+
+    >>> Counts(word_edits=1, words=4) + Counts(words=4, character_edits=3)
+    Counts(word_edits=1, words=8, character_edits=3, characters=0)
+    """
+
+    word_edits: int = 0
+    words: int = 0
+    character_edits: int = 0
+    characters: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts.from_tensor(self.to_tensor() + other.to_tensor())
+
+    @property
+    def wer(self) -> float | None:
+        """Word edits per word of the references: above 1.0 if more was written than said; None without words."""
+        return self.word_edits / self.words if self.words else None
+
+    @property
+    def cer(self) -> float | None:
+        """Character edits per character of the references, spaces included; None without characters."""
+        return self.character_edits / self.characters if self.characters else None
+
+    def to_tensor(self) -> Tensor:
+        """Return the four counts, int64 [4], ready to be summed over ranks."""
+        return torch.tensor(astuple(self))
+
+    @staticmethod
+    def from_tensor(counts: Tensor) -> Counts:
+        """Return the counts that `to_tensor` gave, or the sum of several."""
+        word_edits, words, character_edits, characters = counts.tolist()
+        return Counts(word_edits=word_edits, words=words, character_edits=character_edits, characters=characters)
+
+
+class Transcripts:
+    """References and hypotheses of an evaluation, added batch by batch.
+
+    >>> transcripts = Transcripts()
+    >>> transcripts.add(["ENTER SIX"], ["ENTER SICKS"])
+    >>> transcripts.counts().wer
+    0.5
+    """
+
+    def __init__(self) -> None:
+        self.references: list[str] = []
+        self.hypotheses: list[str] = []
+
+    def add(self, references: Iterable[str], hypotheses: Iterable[str]) -> None:
+        """Add the texts of some utterances, in the same order."""
+        said, written = list(references), list(hypotheses)
+        if len(said) != len(written):
+            raise InputError(f"wanted a hypothesis for each of {len(said)} references, not {len(written)} hypotheses")
+        self.references += said
+        self.hypotheses += written
+
+    def counts(self) -> Counts:
+        """Return the edits over all utterances added so far."""
+        pairs = [
+            (said.strip(), written.strip()) for said, written in zip(self.references, self.hypotheses, strict=True)
+        ]
+        word_edits, words = _edits(pairs, jiwer.process_words, str.split)
+        character_edits, characters = _edits(pairs, jiwer.process_characters, list)
+        return Counts(word_edits=word_edits, words=words, character_edits=character_edits, characters=characters)
+
+
+class _Aligned(Protocol):
+    substitutions: int
+    deletions: int
+    insertions: int
+    hits: int
+
+
+def _edits(
+    pairs: Sequence[tuple[str, str]],
+    align: Callable[[list[str], list[str]], _Aligned],
+    units: Callable[[str], list[str]],
+) -> tuple[int, int]:
+    """Return the edits, and the units of the references.
+
+    Where nothing was said all that was written is insertions; not every version of jiwer takes an empty reference.
+    """
+    inserted = sum(len(units(written)) for said, written in pairs if not said)
+    spoken = [(said, written) for said, written in pairs if said]
+    if not spoken:
+        return inserted, 0
+    found = align([said for said, _ in spoken], [written for _, written in spoken])
+    edits = found.substitutions + found.deletions + found.insertions
+    return inserted + edits, found.hits + found.substitutions + found.deletions

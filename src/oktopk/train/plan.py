@@ -1,0 +1,146 @@
+"""`Plan`: what a run is going to do, said before it does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from oktopk.cost import predict
+from oktopk.ddp import small_or_vector
+from oktopk.select import num_selected
+from oktopk.train.config import Config
+from oktopk.train.models import make_model
+from oktopk.wire import WORD_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Figures known before the first step; bytes are those that one worker sends in a step.
+
+    sparse_numel    elements of the parameters that sparse steps send sparsely; the others always travel dense
+    """
+
+    config: Config
+    workers: int
+    utterances: int
+    val_utterances: int
+    numel: int
+    sparse_numel: int
+    device: str
+    data_dir: Path
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch: what is left over at its end is not used."""
+        return self.utterances // (self.workers * self.config.batch_size) // self.config.nsteps_update
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        steps = self.config.max_epochs * self.steps_per_epoch
+        return min(steps, self.config.max_steps) if self.config.max_steps else steps
+
+    @property
+    def sparse_steps(self) -> int:
+        """Steps that will be sparse."""
+        return 0 if self.config.is_dense else max(0, self.steps - self.config.dense_steps)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that a worker sends in a dense step."""
+        return 2 * WORD_BYTES * self.numel * (self.workers - 1) // self.workers
+
+    @property
+    def sparse_bytes(self) -> int:
+        """Bytes that a worker typically sends in a sparse step, headers and agreements aside."""
+        side = 2 * WORD_BYTES * (self.numel - self.sparse_numel) * (self.workers - 1) // self.workers
+        return side + round(WORD_BYTES * predict(self.config.algorithm(), self.sparse_numel, self.workers).typical)
+
+    @property
+    def warning(self) -> str | None:
+        """What the user has to know before it starts, if anything."""
+        if self.config.is_dense or self.sparse_steps:
+            return None
+        return (
+            f"no step will be sparse: the run has {self.steps} steps, and the first {self.config.dense_steps} are "
+            "dense; "
+            f"--dense-steps {max(0, self.steps // 4)} or more epochs would let {self.config.compressor} run"
+        )
+
+    def table(self) -> Table:
+        """Return the plan as people read it."""
+        config, table = self.config, Table(title="the plan", show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column()
+        dense = self.steps - self.sparse_steps
+        rows = {
+            "net": f"{config.dnn}, {self.numel:,} parameters, {self.sparse_numel:,} of them sent sparsely",
+            "data": f"{self.utterances:,} utterances to train on, {self.val_utterances:,} to validate with, "
+            f"in {self.data_dir}",
+            "workers": f"{self.workers} on {self.device}, {config.batch_size} utterances each, "
+            f"{config.nsteps_update} forward pass{'es' * (config.nsteps_update > 1)} a step",
+            "steps": f"{self.steps:,} in {config.max_epochs} epochs of {self.steps_per_epoch}: "
+            f"{dense:,} dense, {self.sparse_steps:,} sparse",
+            "exchange": self._exchange(),
+            "learning": f"lr {config.lr:g}, divided by {config.lr_anneal:g} an epoch; "
+            f"momentum {config.momentum:g}, clip {config.clip:g} ({config.clip_place})",
+        }
+        for name, text in rows.items():
+            table.add_row(name, text)
+        return table
+
+    def _exchange(self) -> str:
+        dense = f"a dense step sends {megabytes(self.dense_bytes)} a worker"
+        if self.config.is_dense:
+            return dense
+        wanted = num_selected(self.sparse_numel, self.config.density)
+        return (
+            f"{self.config.compressor}, density {self.config.density:g} ({wanted:,} of {self.sparse_numel:,}): "
+            f"{dense}, a sparse one about {megabytes(self.sparse_bytes)}"
+        )
+
+
+def make_plan(config: Config, workers: int, utterances: int, val_utterances: int, data_dir: Path, device: str) -> Plan:
+    """Return the plan; the net is only looked at, not made."""
+    with torch.device("meta"):
+        model = make_model(config.dnn)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    dense = [sizes[name] for name in travel_dense(model, config.density)]
+    return Plan(
+        config=config,
+        workers=workers,
+        utterances=utterances,
+        val_utterances=val_utterances,
+        numel=sum(sizes.values()),
+        sparse_numel=sum(sizes.values()) - sum(dense),
+        device=device,
+        data_dir=data_dir,
+    )
+
+
+def travel_dense(model: nn.Module, density: float) -> list[str]:
+    """Return the parameters that sparse steps send whole: the smallest of the small ones, biases and the like.
+
+    Together they are at most a tenth of what is sent, so that density means what it says for a small net too.
+    """
+    small = {name: p.numel() for name, p in model.named_parameters() if small_or_vector(name, p)}
+    room = density * sum(parameter.numel() for parameter in model.parameters()) / 10
+    chosen = []
+    for name in sorted(small, key=lambda name: small[name]):
+        room -= small[name]
+        if room < 0:
+            break
+        chosen.append(name)
+    return chosen
+
+
+def megabytes(count: float) -> str:
+    """Return bytes for people."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,49 @@
+"""Recipes: settings that are known to work, as TOML files, one a workload."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from oktopk.errors import one_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT = "an4-small"
+OF_NET = {"lstman4": "lstman4", "lstman4-small": DEFAULT}
+"""The recipe of a net that is named without one: its learning rate must not be that of another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A named set of settings.
+
+    about       what it is for, in a line
+    settings    of `Config`
+    nproc       workers, unless told otherwise
+    reference   what the same run gave with the dense compressor, measured: {"wer": ..., "train_loss": ...}
+    """
+
+    name: str
+    about: str
+    settings: dict[str, Any]
+    nproc: int = 1
+    reference: dict[str, float] = field(default_factory=dict)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes in the package."""
+    folder = resources.files(__package__)
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """Return the recipe of that name."""
+    one_of("recipe", name, recipe_names())
+    values = tomllib.loads((resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8"))
+    return Recipe(name=name, **values)

@@ -1,0 +1,106 @@
+"""`RunDir`: everything that a run leaves behind, in one folder.
+
+runs/NAME/
+  config.json      every setting
+  versions.json    what it ran with
+  metrics.jsonl    one record a line: the run, every step, every epoch, every event
+  summary.json     the figures of the end
+  logs/            what each worker had to say
+  tensorboard/     the same scalars
+  checkpoints/     step-N/, and which of them is the last and which the best
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oktopk import __version__
+from oktopk.errors import OktopkError
+from oktopk.train.config import Config
+
+
+class RunError(OktopkError, ValueError):
+    """A run folder that cannot be made, or is none."""
+
+
+class RunDir:
+    """A run's folder and the paths in it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.logs = self.path / "logs"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+
+    @staticmethod
+    def create(runs: Path, name: str, config: Config) -> RunDir:
+        """Make a new folder `runs/name`; the same name again gets a number."""
+        run = RunDir(_unused(runs, name))
+        try:
+            for folder in (run.logs, run.checkpoints):
+                folder.mkdir(parents=True)
+            write_text(run.config, config.to_json())
+            write_text(run.path / "versions.json", json.dumps(_versions(), indent=1))
+        except OSError as error:
+            raise RunError(
+                f"cannot write the run's folder {run.path}: {error.strerror}; --runs names another place"
+            ) from error
+        return run
+
+    @staticmethod
+    def open(path: str | Path) -> RunDir:
+        """Return an existing run's folder."""
+        run = RunDir(path)
+        if not run.config.is_file():
+            raise RunError(f"{path} is not the folder of a run: it has no config.json")
+        return run
+
+    def load_config(self) -> Config:
+        """Return the settings of the run."""
+        return Config.from_json(self.config.read_text(encoding="utf-8"), self.config)
+
+    def change_config(self, config: Config) -> None:
+        """Write other settings, with which the run goes on."""
+        write_text(self.config, config.to_json())
+
+    def log(self, rank: int, line: str) -> None:
+        """Append a line to a worker's log."""
+        with (self.logs / f"rank{rank}.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file all at once: whoever reads it, whenever, sees the old text or the new."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _unused(runs: Path, name: str) -> Path:
+    number = 1
+    while (path := runs / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "oktopk": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

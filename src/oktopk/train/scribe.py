@@ -1,0 +1,96 @@
+"""`Scribe`: writes a run's records, on rank 0; every rank has its own log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from oktopk.train.records import MetricsFile, Record, forget_from, read_records
+from oktopk.train.rundir import RunDir, write_text
+
+
+class Scribe:
+    """Where everything that is measured goes: metrics.jsonl, TensorBoard and the logs of the workers."""
+
+    def __init__(self, run: RunDir, rank: int) -> None:
+        self.run, self.rank = run, rank
+        self._metrics: MetricsFile | None = None
+        self._board: Any = None
+        if rank == 0:
+            self._open(purge_step=None)
+
+    def _open(self, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, since it takes a second to import
+
+        self._metrics = MetricsFile(self.run.metrics)
+        self._board = SummaryWriter(str(self.run.tensorboard), purge_step=purge_step)
+
+    def go_on_from(self, step: int) -> None:
+        """Forget what a resumed run is about to do again."""
+        if self._metrics is not None:
+            self.close()
+            forget_from(self.run.metrics, step)
+            self._open(purge_step=step)
+
+    def start(self, **values: Any) -> None:
+        """Write what the run is."""
+        self._write("run", **values)
+
+    def step(self, **values: Any) -> Record:
+        """Write a step, and return its record."""
+        record = self._write("step", **values)
+        names = (
+            "loss",
+            "lr",
+            "grad_norm",
+            "sparsity",
+            "compression_ratio",
+            "selected",
+            "nnz",
+            "sent_bytes",
+            "threshold",
+        )
+        self._scalars("step", record, names, record["step"])
+        self._scalars("seconds", record["split"], tuple(record["split"]), record["step"])
+        return record
+
+    def epoch(self, **values: Any) -> Record:
+        """Write an epoch, and return its record."""
+        record = self._write("epoch", **values)
+        self._scalars("epoch", record, ("train_loss", "val_loss", "wer", "cer"), record["step"])
+        return record
+
+    def event(self, event: str, step: int, message: str) -> None:
+        """Write that something happened."""
+        self._write("event", event=event, step=step, message=message)
+        self.log(f"{event}: {message}")
+
+    def log(self, line: str) -> None:
+        """Write a line into this worker's log."""
+        self.run.log(self.rank, line)
+
+    def finish(self, summarise: Callable[[Iterable[Record]], Record]) -> Record:
+        """Write the summary of all that was written; return it."""
+        self.close()
+        summary = summarise(read_records(self.run.metrics))
+        if self.rank == 0:
+            write_text(self.run.summary, json.dumps(summary, indent=1, allow_nan=False))
+        return summary
+
+    def close(self) -> None:
+        """Take no more."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._board.close()
+
+    def _write(self, kind: str, **values: Any) -> Record:
+        if self._metrics is not None:
+            return self._metrics.write(kind, **values)
+        return {"kind": kind, **values}
+
+    def _scalars(self, group: str, values: Record, names: tuple[str, ...], step: int) -> None:
+        if self._board is not None:
+            for name in names:
+                if values[name] is not None:
+                    self._board.add_scalar(f"{group}/{name}", values[name], step)

@@ -1,0 +1,152 @@
+"""One worker's whole life: find its place, meet the others, train, leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oktopk.errors import SettingError
+from oktopk.train import checkpoint, corpus
+from oktopk.train.config import Config
+from oktopk.train.console import Console, end_table
+from oktopk.train.launch import Place, share
+from oktopk.train.loop import Trainer
+from oktopk.train.plan import Plan, make_plan
+from oktopk.train.recipes import load_recipe
+from oktopk.train.records import VERSION
+from oktopk.train.rundir import RunDir
+from oktopk.train.scribe import Scribe
+from oktopk.train.together import all_or_none
+
+NOT_LEARNING = frozenset({"compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction"})
+PLACES = frozenset({"data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite"})
+"""Settings in which a run may differ from its recipe and still be compared with the recipe's dense reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all workers of a run are given alike. `run` is None where rank 0 still has to make its folder."""
+
+    config: Config
+    runs: Path
+    name: str
+    run: RunDir | None = None
+    resume: Path | None = None  # a checkpoint
+
+
+def work(job: Job, place: Place) -> dict[str, Any]:
+    """Train as one of the workers; return the figures of the run."""
+    config = job.config
+    device = pick_device(config, place)
+    torch.set_num_threads(threads_of(config, place.local_size))
+    with _group(place, config.timeout_s, device):
+        all_or_none("preparing the data", lambda: corpus.prepare(config) if place.rank == 0 else None)
+        data = all_or_none("reading the data", lambda: corpus.load(config))
+        folder = corpus.data_dir_of(config)
+        plan = make_plan(config, place.size, len(data.train), len(data.val), folder, str(device))
+        run = all_or_none("making the run's folder", lambda: _run_of(job, place.rank))
+        run = RunDir(share("run", str(run.path) if run else None))
+        return _train(job, place, data, plan, run)
+
+
+def _run_of(job: Job, rank: int) -> RunDir | None:
+    if rank:
+        return None
+    return job.run or RunDir.create(job.runs, job.name, job.config)
+
+
+def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
+    scribe, console = Scribe(run, place.rank), Console(place.rank, job.config.max_epochs)
+    scribe.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
+    try:
+        trainer = Trainer(job.config, place, data, plan, scribe, console)
+        _open(job, trainer, run, plan)
+        summary = trainer.run()
+    except BaseException as error:
+        scribe.log(f"ended by {type(error).__name__}: {error}")
+        raise
+    finally:
+        scribe.close()
+    reference = reference_of(job.config)
+    console.out.print(end_table(summary, plan, reference))
+    console.say(f"everything is in {run.path}\nnext: {_next_command(job.config, run)}")
+    return summary
+
+
+def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
+    """Show the plan, and go on from a checkpoint if there is one to go on from."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    folder = checkpoint.find_last(run) if restarted or job.resume is None else job.resume
+    if folder is not None and (restarted or job.resume is not None):
+        trainer.resume(folder)
+        trainer.console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
+        return
+    trainer.console.out.print(plan.table())
+    trainer.scribe.start(
+        version=VERSION,
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        config=vars(job.config),
+        workers=plan.workers,
+        numel=plan.numel,
+        steps=plan.steps,
+        planned_sparse_steps=plan.sparse_steps,
+        dense_bytes=plan.dense_bytes,
+    )
+    if plan.warning is not None:
+        trainer.scribe.event("warning", 0, plan.warning)
+        trainer.console.warn(plan.warning)
+
+
+def reference_of(config: Config) -> dict[str, float]:
+    """Return what the recipe says the dense run gave; nothing if this run learns in another way than its recipe."""
+    if not config.recipe:
+        return {}
+    recipe = load_recipe(config.recipe)
+    asked = {"recipe": config.recipe, **recipe.settings}
+    ours, theirs = vars(config), vars(Config(**asked))
+    same = all(ours[name] == theirs[name] for name in ours.keys() - NOT_LEARNING - PLACES)
+    return recipe.reference if same else {}
+
+
+def _next_command(config: Config, run: RunDir) -> str:
+    if config.is_dense:
+        return "oktopk train --compressor oktopk    # the same, with a sparse exchange"
+    if config.recipe == "an4-small":
+        return (
+            "oktopk data an4 ARCHIVE --out DIR, then oktopk train --data-dir DIR    # real speech; "
+            "oktopk train --help has the rest"
+        )
+    return f"oktopk train --resume {run.path} --max-epochs {config.max_epochs + 10}    # go on learning"
+
+
+@contextmanager
+def _group(place: Place, timeout_s: float, device: torch.device) -> Iterator[None]:
+    place.join(timeout_s, device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(config: Config, place: Place) -> torch.device:
+    """Return the device of a worker: GPUs are dealt out by local rank."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--set device=cuda: PyTorch sees no GPU here; use device=auto or cpu")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def threads_of(config: Config, local_size: int) -> int:
+    """Return the threads of a worker: its share of the cores, unless told otherwise."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // local_size)

@@ -1,0 +1,85 @@
+"""A corpus of four utterances in AN4's layout, in each of the forms in which people have it, and files that are bad."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+RATE_HZ = 16_000
+FORMS = ("big", "little", "sphere", "wav")
+TRAIN = {"fash/an251-fash-b": "YES", "fash/an252-fash-b": "A B C", "mgah/cen1-mgah-b": "TWENTY ONE"}
+VAL = {"fcaw/an406-fcaw-b": "RUBOUT G M"}
+LICENCE = b"Copyright (c) somebody. Keep this.\n"
+
+
+def tone(seconds: float = 1.0, hz: float = 220.0, rate_hz: int = RATE_HZ) -> NDArray[np.int16]:
+    """Return a tone with a little noise: smooth, as speech is."""
+    at = np.arange(int(seconds * rate_hz)) / rate_hz
+    noise = np.random.default_rng(0).normal(0, 20, len(at))
+    return (8_000 * np.sin(2 * np.pi * hz * at) + noise).astype(np.int16)
+
+
+def samples_of(name: str) -> NDArray[np.int16]:
+    """Return what is recorded as `name`; another length and pitch for each."""
+    which = sorted([*TRAIN, *VAL]).index(name)
+    return tone(1.0 + 0.25 * which, 200 + 50 * which)
+
+
+def audio(name: str, form: str) -> tuple[str, bytes]:
+    """Return a recording's suffix and bytes."""
+    samples = samples_of(name)
+    if form in ("big", "little"):
+        return ".raw", samples.astype(">i2" if form == "big" else "<i2").tobytes()
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE_HZ, format="NIST" if form == "sphere" else "WAV", subtype="PCM_16")
+    return ".sph" if form == "sphere" else ".wav", file.getvalue()
+
+
+def files(form: str) -> dict[str, bytes]:
+    """Return the corpus as paths and bytes."""
+    made = {"an4/LICENSE": LICENCE, "an4/README": b"The files are little endian, it says here.\n"}
+    for listed, folder, texts in (("an4_train", "an4_clstk", TRAIN), ("an4_test", "an4test_clstk", VAL)):
+        made[f"an4/etc/{listed}.fileids"] = "".join(f"{folder}/{name}\n" for name in texts).encode()
+        # As in the corpus: sentence marks in the training list only.
+        line = "<s> {} </s> ({})\n" if listed == "an4_train" else "{} ({})\n"
+        lines = (line.format(text, name.split("/")[1]) for name, text in texts.items())
+        made[f"an4/etc/{listed}.transcription"] = "".join(lines).encode()
+        for name in texts:
+            suffix, data = audio(name, form)
+            made[f"an4/wav/{folder}/{name}{suffix}"] = data
+    return made
+
+
+def unpack(made: dict[str, bytes], folder: Path) -> Path:
+    """Write the corpus as files; returns its folder `an4`."""
+    for name, data in made.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder / "an4"
+
+
+def pack(made: dict[str, bytes], path: Path, *extra: tarfile.TarInfo, mode: str = "w:gz") -> Path:
+    """Write the corpus as an archive, with `extra` members that have no content."""
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, data in made.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        for member in extra:
+            archive.addfile(member)
+    return path
+
+
+def utterance(
+    folder: Path, name: str, samples: NDArray[np.int16], text: str = "YES", **how: object
+) -> tuple[Path, Path]:
+    """Write one recording and its text into `folder`."""
+    wav, txt = folder / f"{name}.wav", folder / f"{name}.txt"
+    soundfile.write(wav, samples, how.get("rate_hz", RATE_HZ), subtype="PCM_16", format="WAV")
+    txt.write_text(text + "\n", encoding="utf-8")
+    return wav, txt

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from oktopk.train.data import synth
+from oktopk.train.data.cli import app
+from oktopk.train.data.folder import TRAIN_MANIFEST, VAL_MANIFEST
+from tests.train.data.corpus import files, pack
+from tests.train.data.test_manifest import KINDS, folder_of, spoil
+
+
+def call(*arguments: object) -> Result:
+    """Run a command with room for long lines, as in a pipe."""
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def test_an4_says_what_it_found_and_warns_of_what_is_missing(tmp_path: Path) -> None:
+    done = call("an4", pack(files("big"), tmp_path / "a.tgz"), "--out", tmp_path / "out")
+    assert done.exit_code == 0
+    assert "train    3 utterances, 0.1 minutes, 2 speakers" in done.stdout
+    assert "raw, big endian" in done.stdout
+    assert "WARNING train: 3 utterances, the complete corpus has 948" in done.stderr
+    assert call("check", tmp_path / "out" / TRAIN_MANIFEST).exit_code == 0
+    assert call("check", tmp_path / "out" / VAL_MANIFEST).exit_code == 0
+
+
+def test_an4_again_needs_force(tmp_path: Path) -> None:
+    arguments = ("an4", pack(files("big"), tmp_path / "a.tgz"), "--out", tmp_path / "out")
+    assert call(*arguments).exit_code == 0
+    again = call(*arguments)
+    assert (again.exit_code, again.stdout) == (2, "")
+    assert "--force" in again.stderr
+    assert call(*arguments, "--force").exit_code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_names_each_kind_of_bad_file(tmp_path: Path, kind: str) -> None:
+    manifest = folder_of(tmp_path, [0.5])
+    named = spoil(tmp_path, kind)
+    with manifest.open("a") as file:
+        file.write(f"{named.stem}.wav,{named.stem}.txt\n")
+    done = call("check", manifest)
+    assert done.exit_code == 1
+    lines = [line for line in done.stdout.splitlines() if str(named) in line]
+    assert len(lines) == 1
+    assert kind in lines[0]
+    assert done.stderr == f"1 problem in {manifest}\n"
+
+
+def test_check_sums_up_what_is_well(tmp_path: Path) -> None:
+    done = call("check", folder_of(tmp_path, [0.5, 1.25]))
+    assert (done.exit_code, done.stdout) == (0, "2 utterances, 0.0 minutes, 0.50 to 1.25 s, no problems\n")
+
+
+def test_synth_makes_and_then_keeps(tmp_path: Path) -> None:
+    arguments = ("synth-an4", "--out", tmp_path / "s", "--utterances", 2, "--val", 1, "--grammar", "commands")
+    first, second = call(*arguments), call(*arguments)
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    assert first.stdout.startswith(f"2 + 1 utterances in {tmp_path / 's'}, made\n")
+    assert "nothing to do" in second.stdout
+    assert call("check", tmp_path / "s" / TRAIN_MANIFEST).exit_code == 0
+
+
+def test_an_error_is_one_line_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synth, "ENGINE", "no_such_package")
+    (tmp_path / "file").touch()
+    for done, said in (
+        (call("synth-an4", "--out", tmp_path / "s"), 'pip install "oktopk[synth]"'),
+        (call("an4", tmp_path / "nowhere.tar.gz", "--out", tmp_path / "s"), "nowhere.tar.gz"),
+        (call("an4", pack(files("big"), tmp_path / "a.tgz"), "--out", tmp_path / "file"), "file"),
+    ):
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "example"), [("an4", "an4_raw"), ("check", "1 something"), ("synth-an4", "[synth]")]
+)
+def test_help_teaches(command: str, example: str) -> None:
+    done = call(command, "--help")
+    assert done.exit_code == 0
+    assert example in done.stdout
+    assert f"oktopk data {command}" in done.stdout
