@@ -34,8 +34,8 @@ format: .venv/ready  ## make the format what check wants
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-train: .venv/ready  ## half a minute: a small net on 4 workers with Ok-Topk, and what it sent
-	$(BIN)/python examples/demo.py
+train: .venv/ready  ## three minutes: speech made offline, and a small net that learns it on two workers with Ok-Topk
+	$(BIN)/oktopk train
 
 bench: .venv/ready  ## how long one all_reduce takes and how much it sends
 	$(BIN)/python -m bench.reduce

@@ -27,7 +27,7 @@ class Ran:
     weights: dict[int, str]
 
 
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, seconds: float = SECONDS, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python, stdout and stderr together; at the deadline end it and whatever it started."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
@@ -41,7 +41,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=seconds)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

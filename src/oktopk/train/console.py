@@ -112,11 +112,12 @@ def _rows(summary: Record, plan: Plan, reference: dict[str, Any]) -> dict[str, s
         "CER": shown(summary["cer"]),
         "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps"
         + (f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""),
-        "sparsity": na(summary["sparsity"], why) + " in the sparse phase",
-        "compression ratio": na(summary["compression_ratio"], why) + " in the sparse phase",
+        "sparsity": na(summary["sparsity"], why),
+        "compression ratio": na(summary["compression_ratio"], why),
         "bytes sent": _bytes(summary),
         "time": f"{whole:.1f} s: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
-        "step": f"{shown(per_step['dense'])} s dense, {shown(per_step['sparse'])} s sparse, on {plan.workers} workers",
+        "seconds a step": f"dense {shown(per_step['dense'])}, sparse {na(per_step['sparse'], why)}, "
+        f"on {plan.workers} worker{'s' * (plan.workers > 1)}",
     }
 
 
@@ -124,9 +125,13 @@ def _bytes(summary: Record) -> str:
     if summary["sent_of_dense"] is None:
         return "none: one worker has nobody to send to"
     sent, dense = megabytes(summary["sent_bytes"]), megabytes(summary["dense_bytes"])
-    return f"{sent} by rank 0, {summary['sent_of_dense']:.1%} of the {dense} that dense steps would have sent"
+    whole = f"{sent} by rank 0, {summary['sent_of_dense']:.1%} of the {dense} that dense steps would have sent"
+    sparse = summary["sent_bytes_per_step"]["sparse"]
+    if sparse is None:
+        return whole
+    return f"{whole}; a sparse step {sparse * summary['steps'] / summary['dense_bytes']:.1%} of a dense one"
 
 
 def na(value: float | None, why: str) -> str:
-    """Return a figure, or n/a and why."""
+    """Return a figure of the sparse phase, or n/a and why."""
     return shown(value) + (f" ({why})" if value is None and why else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -128,10 +128,10 @@ class Trainer:
         self.console.begin_epoch(progress.epoch, min(steps, self.plan.steps - progress.step + progress.step_of_epoch))
         self.net.train()
         passes = self.config.nsteps_update
-        with closing(self.train_batches.epoch(progress.epoch, progress.step_of_epoch * passes)) as batches:  # type: ignore[type-var]
-            while progress.step_of_epoch < steps and not self._is_over():
-                self._step(batches, lr)
-                self._checkpoint_if_due()
+        batches = self.train_batches.epoch(progress.epoch, progress.step_of_epoch * passes)
+        while progress.step_of_epoch < steps and not self._is_over():
+            self._step(batches, lr)
+            self._checkpoint_if_due()
         self._end_epoch(lr, time.perf_counter() - start)
 
     def _step(self, batches: Iterator[Batch], lr: float) -> None:

@@ -111,6 +111,7 @@ def summarise(records: Iterable[Record]) -> Record:
         "sent_bytes": sent,
         "dense_bytes": dense,
         "sent_of_dense": sent / dense if dense else None,
+        "sent_bytes_per_step": {phase: mean(step["sent_bytes"] for step in made) for phase, made in phases.items()},
         "seconds": {name: math.fsum(step["split"][name] for step in steps) for name in SPLIT},
         "seconds_per_step": {
             phase: mean(math.fsum(step["split"].values()) for step in made) for phase, made in phases.items()

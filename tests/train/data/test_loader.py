@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import gc
-import threading
 import wave
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -213,52 +210,6 @@ def test_the_cache_is_bounded_and_changes_nothing(
     reads.clear()
     assert all_same(list(small.epoch(1)), list(large.epoch(1)))
     assert 0 < len(reads) == 23 - len(kept)
-
-
-def test_what_the_thread_raises_is_raised_here(corpus: list[Utterance], monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = Batches(corpus, batch_size=4)
-    spoilt = corpus[batches.plan(0)[2][1]].wav
-    read = loader.read_pcm
-
-    def failing(path: Path) -> np.ndarray:
-        if path == spoilt:
-            raise OSError("the disk is gone")
-        return read(path)
-
-    monkeypatch.setattr(loader, "read_pcm", failing)
-    epoch = batches.epoch(0)
-    assert next(epoch).indices == tuple(batches.plan(0)[0])
-    assert next(epoch).indices == tuple(batches.plan(0)[1])
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(epoch)
-    assert not of_ours()
-
-
-def finish(batches: Batches) -> None:
-    list(batches.epoch(0))
-
-
-def stop_early(batches: Batches) -> None:
-    epoch = batches.epoch(0)
-    next(epoch)
-    assert of_ours()
-    epoch.close()  # type: ignore[attr-defined]
-
-
-def forget(batches: Batches) -> None:
-    for _ in batches.epoch(0):
-        break
-    gc.collect()
-
-
-@pytest.mark.parametrize("use", [finish, stop_early, forget])
-def test_no_thread_stays(corpus: list[Utterance], use: Callable[[Batches], None]) -> None:
-    use(Batches(corpus, batch_size=4))
-    assert not of_ours()
-
-
-def of_ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("oktopk-batches")]
 
 
 def test_to_moves_what_the_device_computes_with(corpus: list[Utterance]) -> None:

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from oktopk.errors import InputError, SettingError
 
-SAMPLE_RATE = 16_000
 WINDOW_SAMPLES = 320  # 20 ms
 HOP_SAMPLES = 160  # 10 ms
 BINS = WINDOW_SAMPLES // 2 + 1

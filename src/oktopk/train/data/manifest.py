@@ -14,10 +14,8 @@ from pathlib import Path
 
 from oktopk.train.data.audio import RATE_HZ, duration_s, num_samples, read_audio
 from oktopk.train.data.errors import DataError, Kind
+from oktopk.train.data.features import HOP_SAMPLES
 from oktopk.train.data.labels import LabelError, ctc_frames, encode
-
-HOP_SAMPLES = 160
-"""The spectrogram has a frame every 10 ms."""
 
 TIME_STRIDE = 2
 """The first convolution of the net halves the frames."""
