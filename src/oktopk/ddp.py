@@ -277,7 +277,7 @@ class Attached:
             self._worker.submit(partial(self._exchange.take, taken))
         if taken.is_last:
             self._worker.submit(self._exchange.tell)
-        return done.then(partial(_outcome, buffer))
+        return done.then(partial(_outcome, taken))
 
     def _check_fits(self, saved: Mapping[str, Any]) -> None:
         version = saved.get("version") if isinstance(saved, Mapping) else None
@@ -335,12 +335,14 @@ def _now_on(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _outcome(buffer: Tensor, done: "Future[Exception | None]") -> Tensor:
+def _outcome(bucket: Bucket, done: "Future[Exception | None]") -> Tensor:
     """Return the bucket's buffer to DDP, or raise in its backward()."""
     error = done.value()
     if error is not None:
         raise error
-    return buffer
+    if bucket.over is not None:
+        bucket.over.wait()
+    return bucket.buffer
 
 
 def _check_model(model: object) -> None:

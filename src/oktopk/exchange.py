@@ -68,6 +68,7 @@ class Bucket:
     grads: dict[str, Tensor]
     done: Future[Exception | None]
     ready: torch.cuda.Event | None = None  # on a GPU: when the gradients are there
+    over: torch.cuda.Event | None = None  # on a GPU: when the means are there
     came_s: float = field(default_factory=time.perf_counter)
 
 
@@ -220,6 +221,8 @@ class Exchange:
         self.last, self._now, self.next_step = record, None, self.next_step + 1
         self.summary.add_(record)
         for bucket in step.buckets:
+            # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
+            bucket.over = None if self._stream is None else self._stream.record_event()
             bucket.done.set_result(step.nonfinite if self.settings.on_nonfinite == "raise" else None)
         self._untold.append(record)
 
