@@ -1,0 +1,95 @@
+"""The same bits on a GPU as on the CPU: NCCL on one rank, gloo on two ranks that share the GPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oktopk
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
+
+NUMEL, STEPS = 20_000, 4
+ALGORITHMS = [
+    oktopk.Dense(),
+    oktopk.TopkA(density=0.05),
+    oktopk.TopkDSA(density=0.05),
+    oktopk.GTopk(density=0.05),
+    oktopk.GaussianK(density=0.05),
+    oktopk.OkTopk(density=0.05),
+    oktopk.OkTopk(density=0.05, wire="bf16"),
+    oktopk.OkTopk(density=0.05, mode="paper"),
+]
+
+
+def reduce_steps(algorithm: oktopk.Algorithm, comm: oktopk.Comm, device: str) -> list[Tensor]:
+    reducer, made = oktopk.Reducer(algorithm, comm), torch.Generator().manual_seed(comm.rank)
+    grads = [(torch.randn(NUMEL, generator=made) ** 3).to(device) for _ in range(STEPS)]
+    return [reducer.all_reduce(grad).cpu() for grad in grads] + [reducer.residual.cpu()]
+
+
+def density_one_gradients(device: str) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300)).to(device)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    grads = []
+    for attached in (False, True):
+        model = DistributedDataParallel(net, device_ids=[0])
+        handle = oktopk.attach(model, oktopk.OkTopk(density=1.0), dense_steps=0, timeout=30) if attached else None
+        net.zero_grad()
+        model(x).square().mean().backward()
+        grads.append([parameter.grad.clone() for parameter in net.parameters()])
+        if handle is not None:
+            handle.detach()
+    return grads[0], grads[1]
+
+
+def check_backward_waits_for_the_exchange(device: str) -> None:
+    """Make the exchange's stream finish late: what backward() leaves must be the mean all the same."""
+    net = nn.Linear(400, 400).to(device)
+    model = DistributedDataParallel(net, device_ids=[0])
+    handle = oktopk.attach(model, "oktopk", dense_steps=10, timeout=30)
+    end = handle._exchange._end
+
+    def end_late(step: Any) -> None:
+        torch.cuda._sleep(1_000_000_000)  # about half a second, on the exchange's stream
+        for bucket in step.buckets:
+            bucket.buffer.fill_(7.0)
+        end(step)
+
+    handle._exchange._end = end_late
+    model(torch.ones(4, 400, device=device)).sum().backward()
+    assert all(bool((parameter.grad == 7.0).all()) for parameter in net.parameters())
+    handle.detach()
+
+
+def work(rank: int, size: int, backend: str, folder: str) -> None:
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    try:
+        for algorithm in ALGORITHMS:
+            on_gpu = reduce_steps(algorithm, oktopk.ProcessGroupComm(), "cuda:0")
+            on_cpu = oktopk.run_local(size, lambda comm, a=algorithm: reduce_steps(a, comm, "cpu"))[rank]
+            assert all(torch.equal(a, b) for a, b in zip(on_gpu, on_cpu, strict=True)), algorithm
+        check_backward_waits_for_the_exchange("cuda:0")
+        plain, sparse = density_one_gradients("cuda:0")
+        for a, b in zip(plain, sparse, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_gpu_gives_the_bits_of_the_cpu(size: int, backend: str, tmp_path: Path) -> None:
+    mp.spawn(work, (size, backend, str(tmp_path)), size)
