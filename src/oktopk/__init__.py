@@ -30,7 +30,7 @@ from oktopk.errors import (
     SettingError,
     StateError,
 )
-from oktopk.lanes import Momentum
+from oktopk.plan import Momentum
 from oktopk.reducer import Reducer
 from oktopk.sparse import Sparse
 from oktopk.telemetry import CallbackSink, JsonlSink, MemorySink, StepRecord, Summary, TensorBoardSink

@@ -4,7 +4,8 @@ The comm hook hands each bucket to a worker thread and returns at once, so that 
 worker has a process group of its own. All buckets' futures are completed together, when the last one is done: only then
 is it known that every rank's whole gradient was finite, and the residuals are committed, or none is.
 """
-# No `from __future__ import annotations` here: DDP checks the hook's annotation itself, which must be the class.
+
+from __future__ import annotations
 
 import sys
 import weakref
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,8 +27,10 @@ from oktopk.algorithms import Algorithm, make_algorithm
 from oktopk.comm import Metered, ProcessGroupComm
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
 from oktopk.exchange import Bucket, Exchange, Exclusion, Settings, checked_rules
+from oktopk.hook import check_model, hook_of, register
 from oktopk.kernels import kernels_for
-from oktopk.lanes import Momentum, plan_lanes
+from oktopk.lanes import plan_lanes
+from oktopk.plan import Momentum
 from oktopk.telemetry import Sink, Sinks, StepRecord, Summary
 from oktopk.worker import Worker
 
@@ -55,7 +57,7 @@ def attach(
     sinks: Sequence[Sink | Callable[[StepRecord], object]] = (),
     group: dist.ProcessGroup | None = None,
     timeout: float = 300.0,
-) -> "Attached":
+) -> Attached:
     """Make DDP exchange its gradients with `algorithm`; return the handle to it. All ranks call this alike.
 
     dense_steps         steps before the first sparse one; they flush whatever residual there is
@@ -71,7 +73,7 @@ def attach(
     group               a process group for the exchange alone (default: a new one with the ranks of the model's)
     timeout             seconds after which a rank that waits for another gives up
     """
-    _check_model(ddp_model)
+    check_model(ddp_model)
     settings = Settings(
         algorithm=make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm,
         dense_steps=int(within("dense_steps", dense_steps, 0)),
@@ -85,7 +87,7 @@ def attach(
     if settings.density_schedule:
         _check_has_density(settings.algorithm)
     attached = Attached(ddp_model, settings, scaler, sinks, group, timeout)
-    _register(ddp_model, attached)
+    register(ddp_model, attached)
     attached.announce()
     return attached
 
@@ -138,7 +140,7 @@ class Attached:
     @property
     def active(self) -> bool:
         """Whether gradients go through here: registered, the worker alive, nothing failed. A script can assert it."""
-        hook = _hook_of(self._model())
+        hook = hook_of(self._model())
         return hook is not None and hook.target is self and self._worker.alive and self._exchange.failure is None
 
     @property
@@ -192,7 +194,7 @@ class Attached:
 
     def detach(self) -> None:
         """Go back to plain DDP: end what is under way, join the worker, close the sinks; what is held back stays."""
-        hook = _hook_of(self._model())
+        hook = hook_of(self._model())
         if hook is not None and hook.target is self:
             hook.target = None
         self._finalizer()
@@ -260,7 +262,7 @@ class Attached:
         if not sparse:
             sys.stderr.write("oktopk: WARNING: every parameter travels dense, nothing will be compressed\n")
 
-    def _on_bucket(self, bucket: GradBucket) -> "Future[Tensor]":
+    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
         if not getattr(self._model(), "_divide_by_initial_world_size", True):
             raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
@@ -296,33 +298,6 @@ class Attached:
             )
 
 
-_HOOK = "_oktopk_hook"
-
-
-class _Hook:
-    """What DDP has registered, for good: it hands buckets to whoever is attached, or reduces them as DDP would."""
-
-    def __init__(self, model: DistributedDataParallel | None) -> None:
-        self.process_group: Any = None if model is None else model.process_group
-        self.model = None if model is None else weakref.ref(model)
-        self.target: Attached | None = None
-
-    def __reduce__(self) -> "tuple[type[_Hook], tuple[None]]":
-        return _Hook, (None,)  # a copy of a model is attached to nothing, and DDP registers no hook for it
-
-
-def _hook_of(model: DistributedDataParallel | None) -> "_Hook | None":
-    """Return what is registered with this very model; a copy brings along its original's, which is not."""
-    hook: _Hook | None = getattr(model, _HOOK, None)
-    return hook if hook is not None and hook.model is not None and hook.model() is model else None
-
-
-def _hook(state: _Hook, bucket: GradBucket) -> Future[Tensor]:
-    if state.target is None:
-        return default_hooks.allreduce_hook(state.process_group, bucket)
-    return state.target._on_bucket(bucket)
-
-
 def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the parameters that DDP reduces, by name."""
     ignored = model.parameters_to_ignore
@@ -335,7 +310,7 @@ def _now_on(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _outcome(bucket: Bucket, done: "Future[Exception | None]") -> Tensor:
+def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     """Return the bucket's buffer to DDP, or raise in its backward()."""
     error = done.value()
     if error is not None:
@@ -343,30 +318,6 @@ def _outcome(bucket: Bucket, done: "Future[Exception | None]") -> Tensor:
     if bucket.over is not None:
         bucket.over.wait()
     return bucket.buffer
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        kind = type(model).__name__
-        raise SettingError(f"attach wants a DistributedDataParallel model, not {kind}: wrap it in DDP first")
-    hook = _hook_of(model)
-    if hook is not None and hook.target is not None:
-        raise SettingError("oktopk is attached to this model already: detach() first")
-    if hook is None and any(other is not _hook for other, _ in getattr(model, "_comm_hooks", ())):
-        raise SettingError("this model has another communication hook, and DDP takes only one: attach before it")
-    if any(getattr(module, "sparse", False) is True for module in model.module.modules()):
-        raise SettingError("a module makes sparse gradients (nn.Embedding(sparse=True)): DDP's hooks cannot take them")
-    if getattr(model, "skip_all_reduce_unused_params", False):
-        raise SettingError("skip_all_reduce_unused_params keeps gradients from the hook: use find_unused_parameters")
-
-
-def _register(model: DistributedDataParallel, attached: Attached) -> None:
-    hook = _hook_of(model)
-    if hook is None:
-        hook = _Hook(model)
-        model.register_comm_hook(hook, _hook)
-        setattr(model, _HOOK, hook)
-    hook.target = attached
 
 
 def _new_group(like: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:

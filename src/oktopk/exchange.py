@@ -19,7 +19,8 @@ from torch.futures import Future
 from oktopk.algorithms import Algorithm
 from oktopk.comm import Metered
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
-from oktopk.lanes import Lane, Momentum, Plan
+from oktopk.lanes import Lane
+from oktopk.plan import Momentum, Plan
 from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
 
 Exclusion = str | Callable[[str, Tensor], bool]

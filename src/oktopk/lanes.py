@@ -26,6 +26,7 @@ from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
 from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
 from oktopk.plain import from_plain, to_plain
+from oktopk.plan import Plan
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
@@ -41,35 +42,6 @@ class Piece:
 
     name: str
     numel: int
-
-
-@dataclass(frozen=True)
-class Momentum:
-    """DGC's momentum correction: momentum is accumulated on each rank, before selection, in place of the optimizer's.
-
-    factor     as in SGD; the optimizer then has none
-    masking    what was delivered loses its momentum here, so that a stale direction is not followed
-    """
-
-    factor: float = 0.9
-    masking: bool = True
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all lanes do in one step."""
-
-    step: int
-    algorithm: Algorithm | None  # None: this step is dense
-    loss_scale: float = 1.0
-    clip: float = 1.0  # factor on this rank's gradient
-    momentum: Momentum | None = None
-    may_be_unused: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether this step, where nothing is held back, is what DDP would do."""
-        return self.algorithm is None and self.momentum is None
 
 
 class Lane:

@@ -1,0 +1,73 @@
+"""What DDP has registered: a hook that stays for good, and hands its buckets to whoever is attached."""
+# No `from __future__ import annotations` here: DDP checks the hook's annotation itself, which must be the class.
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.errors import SettingError
+
+
+class Target(Protocol):
+    """Who takes the buckets."""
+
+    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take a bucket; the future is done when its gradients are the means."""
+
+
+_HOOK = "_oktopk_hook"
+
+
+class Hook:
+    """What DDP has registered, for good: it hands buckets to whoever is attached, or reduces them as DDP would."""
+
+    def __init__(self, model: DistributedDataParallel | None) -> None:
+        self.process_group: Any = None if model is None else model.process_group
+        self.model = None if model is None else weakref.ref(model)
+        self.target: Target | None = None
+
+    def __reduce__(self) -> "tuple[type[Hook], tuple[None]]":
+        return Hook, (None,)  # a copy of a model is attached to nothing, and DDP registers no hook for it
+
+
+def hook_of(model: DistributedDataParallel | None) -> "Hook | None":
+    """Return what is registered with this very model; a copy brings along its original's, which is not."""
+    hook: Hook | None = getattr(model, _HOOK, None)
+    return hook if hook is not None and hook.model is not None and hook.model() is model else None
+
+
+def _hook(state: Hook, bucket: GradBucket) -> Future[Tensor]:
+    if state.target is None:
+        return default_hooks.allreduce_hook(state.process_group, bucket)
+    return state.target.on_bucket(bucket)
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be attached to, and say why."""
+    if not isinstance(model, DistributedDataParallel):
+        kind = type(model).__name__
+        raise SettingError(f"attach wants a DistributedDataParallel model, not {kind}: wrap it in DDP first")
+    hook = hook_of(model)
+    if hook is not None and hook.target is not None:
+        raise SettingError("oktopk is attached to this model already: detach() first")
+    if hook is None and any(other is not _hook for other, _ in getattr(model, "_comm_hooks", ())):
+        raise SettingError("this model has another communication hook, and DDP takes only one: attach before it")
+    if any(getattr(module, "sparse", False) is True for module in model.module.modules()):
+        raise SettingError("a module makes sparse gradients (nn.Embedding(sparse=True)): DDP's hooks cannot take them")
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise SettingError("skip_all_reduce_unused_params keeps gradients from the hook: use find_unused_parameters")
+
+
+def register(model: DistributedDataParallel, target: Target) -> None:
+    """Make `target` the one who takes this model's buckets."""
+    hook = hook_of(model)
+    if hook is None:
+        hook = Hook(model)
+        model.register_comm_hook(hook, _hook)
+        setattr(model, _HOOK, hook)
+    hook.target = target
