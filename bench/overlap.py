@@ -1,28 +1,24 @@
 """Does the exchange overlap backward?
 
-    sudo python -m bench.overlap --mbit 100
+    sudo python -m bench.overlap --mbit 50
 
-A DDP net of about 8 buckets on P gloo processes, over a loopback that is slowed to `--mbit` in a network namespace of
-its own (Linux, root, `ip`, `tc` and `unshare`; with --mbit 0 the loopback is used as it is, with little to overlap).
+A DDP net of about 8 buckets on P gloo processes, each a host of its own on a network that is slowed to `--mbit` (see
+bench.netlab: Linux and root; with --mbit 0 they talk over the loopback as it is, and there is little to overlap).
 Three kinds of steps take turns:
 
     backward    forward and backward alone, under no_sync
     serial      forward, backward, then the exchange: an attachment whose clip needs the whole gradient's norm first
     overlapped  the attachment as it is
 
-exchange = serial - backward; the figure to see is overlapped against backward + exchange. By default the link is so slow
-that the exchange takes about as long as forward and backward, and most of it is the wire's time, not the processor's:
-only waiting can overlap where every core is busy.
+exchange = serial - backward; the figure to see is overlapped against backward + exchange. By default the link is so
+slow that the exchange takes about as long as forward and backward, and most of it is the wire's time, not the
+processor's: only waiting can overlap where every core is busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -39,7 +35,6 @@ from bench.processes import run_processes, spread, threads_for
 from bench.step import make_net
 
 WARM_UP = 3
-INSIDE = "OKTOPK_BENCH_NAMESPACE"
 NO_CLIP = 1e30
 """A norm that no gradient reaches: nothing is clipped, but it has to be computed before anything is sent."""
 
@@ -47,7 +42,7 @@ NO_CLIP = 1e30
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and the JSON line, and return what it holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=int, default=100, help="speed of the link; 0: as it is")
+    parser.add_argument("--mbit", type=int, default=50, help="speed of the link; 0: as it is")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
@@ -55,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--density", type=float, default=0.02)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args(argv)
-    if args.mbit and not os.environ.get(INSIDE):
-        return _again_behind_a_slow_link(list(sys.argv[1:] if argv is None else argv), args.mbit)
     shape = (args.width, args.layers, args.batch)
-    ranks = run_processes(time_steps, args.ranks, shape, args.density, args.rounds)
+    ranks = run_processes(time_steps, args.ranks, shape, args.density, args.rounds, mbit=args.mbit or None)
     result = _summary(ranks, args)
     _print(result)
     print(json.dumps(result, allow_nan=False))
@@ -108,28 +101,6 @@ def _summary(ranks: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
         "overlapped_over_serial": spread([o / s for o, s in zip(laps["overlapped"], laps["serial"], strict=True)]),
         "exchange_hidden": spread(hidden) if hidden else None,
     }
-
-
-def _again_behind_a_slow_link(argv: list[str], mbit: int) -> dict[str, Any]:
-    """Run this program in a network namespace whose loopback is slowed; the namespace goes when it ends."""
-    if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "unshare"))):
-        raise SystemExit("bench.overlap: slowing a link needs Linux, root, and ip, tc and unshare; or use --mbit 0")
-    slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 128kb latency 200ms"
-    command = [
-        "unshare",
-        "--net",
-        "sh",
-        "-c",
-        f'{slow} && exec "$@"',
-        "sh",
-        sys.executable,
-        "-m",
-        "bench.overlap",
-        *argv,
-    ]
-    done = subprocess.run(command, env={**os.environ, INSIDE: "1"}, stdout=subprocess.PIPE, text=True, check=True)
-    print(done.stdout, end="")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _print(result: dict[str, Any]) -> None:

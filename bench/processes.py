@@ -16,14 +16,27 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.netlab import Host, Lab
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 DEADLINE_S = 900.0
 
 
-def run_processes(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON."""
+def run_processes(fn: Callable[..., Any], size: int, *args: Any, mbit: float | None = None) -> list[Any]:
+    """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON.
+
+    With `mbit` each process is a host of its own, with a link of that speed (0: as fast as it goes); else they talk
+    over the loopback.
+    """
+    if mbit is None:
+        return _run(fn, size, args, [])
+    with Lab(size, mbit) as lab:
+        return _run(fn, size, args, lab.hosts)
+
+
+def _run(fn: Callable[..., Any], size: int, args: tuple[Any, ...], hosts: list[Host]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_process, (size, folder, fn, args), nprocs=size, join=False)
+        context = mp.start_processes(_process, (size, folder, fn, args, hosts), nprocs=size, join=False)
         deadline = time.monotonic() + DEADLINE_S
         while not context.join(timeout=5.0):
             if time.monotonic() > deadline:
@@ -48,7 +61,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def _process(rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _process(
+    rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], hosts: list[Host]
+) -> None:
+    if hosts:
+        hosts[rank].enter()
     torch.set_num_threads(threads_for(size))
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
