@@ -18,7 +18,7 @@ test: .venv/ready  ## the laws, on threads and on a few real processes: under si
 	$(BIN)/pytest -m "not slow"
 
 .venv/ready-all: .venv/ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"
 	@touch $@
 
 test-all: test .venv/ready-all  ## the long tests as well, the trainers above DDP among them

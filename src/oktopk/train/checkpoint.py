@@ -9,6 +9,7 @@ At another number of workers each gets the mean of the residuals, so that what i
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from oktopk.errors import StateError
-from oktopk.train.rundir import RunDir, write_text
+from oktopk.train.rundir import RunDir, write_text, writing
 from oktopk.train.together import all_or_none
 
 VERSION = 1
@@ -43,8 +44,10 @@ def save(run: RunDir, step: int, shared: State, own: State, best: bool) -> Path:
 
 
 def _make(unfinished: Path) -> None:
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed while it wrote
-    unfinished.mkdir(parents=True)
+    for left in unfinished.parent.glob(".step-*"):  # by a run that was killed while it wrote
+        shutil.rmtree(left)
+    with writing(unfinished):
+        unfinished.mkdir(parents=True)
 
 
 def _write(unfinished: Path, rank: int, shared: State, own: State) -> None:
@@ -55,8 +58,10 @@ def _write(unfinished: Path, rank: int, shared: State, own: State) -> None:
 
 
 def _save(state: State, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
+    memory = io.BytesIO()
+    torch.save(state, memory)  # which says "unexpected pos" where the disk is full
+    with writing(path), path.open("wb") as file:
+        file.write(memory.getbuffer())
         file.flush()
         os.fsync(file.fileno())
 
@@ -67,9 +72,16 @@ def _finish(run: RunDir, unfinished: Path, folder: Path, best: bool) -> None:
     for name in (LAST, BEST) if best else (LAST,):
         write_text(run.checkpoints / name, folder.name)
     named = {(run.checkpoints / name).read_text().strip() for name in (LAST, BEST) if (run.checkpoints / name).exists()}
-    for old in sorted(run.checkpoints.glob("step-*"))[:-KEPT]:
+    there = _all(run.checkpoints)
+    before = [old for old in there if old <= folder]  # later ones are of a run that went on from an earlier one again
+    for old in set(there) - set(before[-KEPT:]):
         if old.name not in named:
             shutil.rmtree(old)
+
+
+def _all(checkpoints: Path) -> list[Path]:
+    """Return the finished checkpoints, in the order of their steps."""
+    return sorted(checkpoints.glob("step-*"))
 
 
 def _name(rank: int) -> str:
@@ -79,7 +91,10 @@ def _name(rank: int) -> str:
 def find_last(run: RunDir) -> Path | None:
     """Return the last checkpoint of a run; None if it has none yet."""
     pointer = run.checkpoints / LAST
-    return run.checkpoints / pointer.read_text().strip() if pointer.exists() else None
+    named = run.checkpoints / pointer.read_text().strip() if pointer.exists() else None
+    if named is None or named.exists():
+        return named
+    return max(_all(run.checkpoints), default=None)  # it was killed while it made that one again
 
 
 def num_workers(folder: Path) -> int:
@@ -101,11 +116,17 @@ def _load(path: Path) -> State:
     try:
         return dict(torch.load(path, weights_only=True, map_location="cpu"))
     except FileNotFoundError as error:
-        raise StateError(f"the checkpoint has no {path}") from error
+        raise StateError(f"the checkpoint has no {path}{_another(path.parent)}") from error
     except Exception as error:  # a cut-off file raises whatever the byte after the cut suggests
-        others = [other.name for other in sorted(path.parent.parent.glob("step-*")) if other != path.parent]
-        there = f"; another one is there: --resume {path.parent.parent / others[-1]}" if others else ""
-        raise StateError(f"the checkpoint {path} cannot be read ({type(error).__name__}){there}") from error
+        raise StateError(
+            f"the checkpoint {path} cannot be read ({type(error).__name__}){_another(path.parent)}"
+        ) from error
+
+
+def _another(folder: Path) -> str:
+    """Return the words that name another checkpoint of the run, if there is one."""
+    others = [other for other in _all(folder.parent) if other != folder]
+    return f"; another one is there: --resume {others[-1]}" if others else ""
 
 
 def _mean_of(states: list[State]) -> State:

@@ -18,10 +18,12 @@ from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
 from oktopk.train.data.cli import app as data_app
-from oktopk.train.data.loader import Batches
+from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.health import DivergedError
-from oktopk.train.launch import Place, find_place, start_workers
+from oktopk.train.launch import start_workers
+from oktopk.train.launchers import find_place
 from oktopk.train.oneline import errors_in_a_line
+from oktopk.train.place import Place
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
 from oktopk.train.rundir import RunDir
@@ -145,6 +147,8 @@ def train(
         place = find_place(os.environ)
         job, workers = _resumed(resume, given) if resume else _fresh(recipe, given, runs, name)
         workers = nproc or workers
+        if place is not None and place.size == 1 and workers > 1 and nproc:
+            place = None  # the only task of a job, an interactive shell of srun's say, starts workers as anyone else
         if place is not None and nproc not in (None, place.size):
             raise SettingError(f"{place.launcher} started {place.size} workers: leave --nproc {nproc} out")
         if dry_run:
@@ -183,7 +187,6 @@ def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
     if folder is None:
         raise SettingError(f"{path} has no checkpoint to go on from: start the run again")
     config = make_config({**vars(run.load_config()), **given})
-    run.change_config(config)
     job = Job(config=config, runs=run.path.parent, name=run.path.name, run=run, resume=folder)
     return job, checkpoint.num_workers(folder)
 
@@ -194,7 +197,7 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
         work(job, Place(launcher="oktopk train"))
         return
     _check_before(job.config, workers)
-    run = job.run or RunDir.create(job.runs, job.name, job.config)
+    run = job.folder()
     command = ["-m", "oktopk", "worker", str(run.path)]
     if job.resume is not None:
         command += ["--resume", str(job.resume)]
@@ -204,15 +207,13 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
 def _check_before(config: Config, workers: int) -> None:
     """Find what would stop every worker, once, before any is started."""
     corpus.prepare(config)
-    data = corpus.load(config)
-    Batches(data.train, batch_size=config.batch_size * config.nsteps_update, world_size=workers)
-    Batches(data.val, batch_size=config.batch_size, world_size=workers, evaluation=True)
+    corpus.check_enough(config, corpus.load(config), workers)
 
 
 def _dry_run(job: Job, workers: int) -> None:
     config, folder = job.config, corpus.data_dir_of(job.config)
     counts = (config.utterances, config.val_utterances)
-    if config.dataset == "an4" or (folder / "an4_train_manifest.csv").exists():
+    if config.dataset == "an4" or (folder / TRAIN_MANIFEST).exists():
         data = corpus.load(config)
         counts = (len(data.train), len(data.val))
     device = pick_device(config, Place(launcher="dry run"))

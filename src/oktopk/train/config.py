@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,8 @@ from oktopk.train.models import MODELS
 DATASETS = ("an4", "synth-an4")
 OFF = ("no", "off", "false", "0")
 ON = ("yes", "on", "true", "1")
+MAX_SEED = 2**63 - 1
+MAX_FLOAT = sys.float_info.max
 
 
 def setting(default: Any, text: str) -> Any:
@@ -47,7 +50,9 @@ class Config:
     weight_decay: float = setting(0.0, "of SGD")
     clip: float = setting(400.0, "largest norm of the gradient; 0: no limit")
     clip_place: str = setting(
-        "global", "global: the mean is clipped after the exchange; local: each worker's before it"
+        "global",
+        "global: the mean is clipped after the exchange; local: each worker's before it, to clip / sqrt(workers); "
+        "dense steps are clipped globally",
     )
 
     compressor: str = setting("oktopk", "the algorithm: " + ", ".join(sorted(ALGORITHMS)))
@@ -76,9 +81,12 @@ class Config:
         one_of("choice for on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         for name in ("max_epochs", "batch_size", "nsteps_update", "utterances", "val_utterances", "validate_every"):
             within(name, getattr(self, name), 1)
-        for name in ("momentum", "weight_decay", "clip", "dense_steps", "max_steps", "seed", "threads"):
+        for name in ("momentum", "weight_decay", "clip", "dense_steps", "max_steps", "threads"):
             within(name, getattr(self, name), 0)
         within("checkpoint_every", self.checkpoint_every, 0)
+        within("seed", self.seed, 0, MAX_SEED)
+        for name in ("lr", "lr_anneal", "clip", "weight_decay", "timeout_s"):
+            within(name, getattr(self, name), 0, MAX_FLOAT)  # neither NaN nor Inf
         for name in ("lr", "lr_anneal", "timeout_s"):
             within(name, getattr(self, name), 0, open_low=True)
         within("density", self.density, 0, 1, open_low=True)
@@ -112,9 +120,11 @@ class Config:
         """Return the settings that `to_json` wrote."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+            if not isinstance(values, dict):
+                raise ValueError("wanted an object with a value for each setting")
+            return make_config(values)
+        except ValueError as error:  # of JSON, or of a setting
             raise SettingError(f"{path} is no config of a run: {error}") from error
-        return make_config({**values})
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

@@ -57,9 +57,9 @@ class Console:
     def step(self, record: Record) -> None:
         """Show a step."""
         self._done += 1
-        self._progress.update(self._task, advance=1, figures=_figures(record))
+        self._progress.update(self._task, advance=1, figures=_figures(record, between="\n"))
         if not self._live and self._done % max(1, self._steps // LINES_PER_EPOCH) == 0:
-            self.out.print(f"epoch {record['epoch'] + 1} step {record['step']}: {_figures(record)}")
+            self.out.print(f"epoch {record['epoch'] + 1} step {record['step']}: {_figures(record, between='  ')}")
 
     def end_epoch(self, record: Record) -> None:
         """Print what an epoch came to."""
@@ -73,14 +73,15 @@ class Console:
         )
 
 
-def _figures(record: Record) -> str:
+def _figures(record: Record, between: str) -> str:
     split = record["split"]
     seconds = sum(split.values()) or 1.0
     parts = " ".join(f"{name} {100 * split[name] / seconds:.0f}%" for name in SPLIT)
     return (
-        f"loss {shown(record['loss'])}  lr {record['lr']:.3g}  {record['utterances'] / seconds:.0f} utt/s  "
+        f"loss {shown(record['loss'])}  lr {record['lr']:.3g}  {record['utterances'] / seconds:.0f} utt/s  {parts}"
+        f"{between}"
         f"{record['phase']} sparsity {record['sparsity']:.3f} ratio {shown(record['compression_ratio'])}  "
-        f"{megabytes(record['sent_bytes'] / seconds)}/s  {parts}"
+        f"{megabytes(record['sent_bytes'] / seconds)}/s"
     )
 
 

@@ -11,6 +11,7 @@ from oktopk.train.config import Config
 from oktopk.train.data.errors import DataError
 from oktopk.train.data.folder import TRAIN_MANIFEST, VAL_MANIFEST
 from oktopk.train.data.grammar import Grammar
+from oktopk.train.data.loader import Batches
 from oktopk.train.data.manifest import Utterance, read_manifest
 from oktopk.train.data.synth import make_speech
 
@@ -47,6 +48,12 @@ def prepare(config: Config) -> None:
             val_utterances=config.val_utterances,
             grammar=cast(Grammar, config.grammar),
         )
+
+
+def check_enough(config: Config, corpus: Corpus, workers: int) -> None:
+    """Refuse a run whose epochs would have no step, or whose workers would have nothing to validate with."""
+    Batches(corpus.train, batch_size=config.batch_size * config.nsteps_update, world_size=workers)
+    Batches(corpus.val, batch_size=config.batch_size, world_size=workers, evaluation=True)
 
 
 def load(config: Config) -> Corpus:

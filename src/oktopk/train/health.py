@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -21,25 +22,29 @@ class DivergedError(OktopkError, RuntimeError):
     """The run was stopped because its numbers mean nothing any more."""
 
 
+@dataclass
 class Health:
-    """Looks at each step's loss, per character of text, so that long utterances do not look like trouble."""
+    """Looks at each step's loss, per character of text, so that long utterances do not look like trouble.
 
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._high = 0
+    first    losses of the first steps
+    high     steps in a row whose loss was too high
+    """
+
+    first: list[float] = field(default_factory=list)
+    high: int = 0
 
     def check(
         self, losses: Sequence[float], step: int, lr: float, grad_norm: float | None, largest: Callable[[], str]
     ) -> str | None:
         """Return what is wrong with the losses (per character, by rank) of this step, if anything is."""
         worst = max(range(len(losses)), key=lambda rank: losses[rank])
-        if len(self._first) < FIRST_STEPS:
-            self._first.append(sum(losses) / len(losses))
-        limit = EXPLODED * sum(self._first) / len(self._first)
-        self._high = self._high + 1 if losses[worst] > limit else 0
-        if self._high < IN_A_ROW:
+        if len(self.first) < FIRST_STEPS:
+            self.first.append(sum(losses) / len(losses))
+        limit = EXPLODED * sum(self.first) / len(self.first)
+        self.high = self.high + 1 if losses[worst] > limit else 0
+        if self.high < IN_A_ROW:
             return None
-        self._high = 0
+        self.high = 0
         return (
             f"step {step}, rank {worst}: the loss exploded: {losses[worst]:.4g} per character for {IN_A_ROW} steps, "
             f"{limit / EXPLODED:.4g} at the start; lr {lr:g}, gradient norm {shown(grad_norm)}, "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -23,14 +24,14 @@ from oktopk.train.console import Console
 from oktopk.train.corpus import Corpus
 from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.health import DivergedError, Health, largest_gradient, nonfinite_message
-from oktopk.train.launch import Place
 from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
+from oktopk.train.place import Place
 from oktopk.train.plan import Plan, megabytes, travel_dense
 from oktopk.train.records import SPLIT, finite, summarise
 from oktopk.train.scribe import Scribe
-from oktopk.train.together import check_same_weights, gather, share_buffers, total
+from oktopk.train.together import all_or_none, check_same_weights, gather, share_buffers, total
 
 NEVER = 10**9
 """Dense steps of a run whose compressor is dense."""
@@ -94,16 +95,25 @@ class Trainer:
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, as if the run had never stopped."""
-        shared, own = checkpoint.load(folder, self.place.rank, self.place.size)
+        rank, size = self.place.rank, self.place.size
+        shared, own = all_or_none("reading the checkpoint", lambda: checkpoint.load(folder, rank, size))
         self.net.load_state_dict(shared["net"])
         self.optimizer.load_state_dict(shared["optimizer"])
         self.progress = Progress(**shared["progress"])
+        self.health = Health(**shared["health"])
+        # At another number of workers an epoch has other steps; as much of it is over as before.
+        self.progress.step_of_epoch = (
+            self.progress.step_of_epoch * self.plan.steps_per_epoch // shared["steps_per_epoch"]
+        )
         if "pending" in own:  # another number of workers
             self.sparse.load_pending(**own["pending"])
+        elif own["oktopk"]["algorithm"] != type(self.sparse.algorithm).__name__:  # another compressor
+            self.sparse.load_pending(*(own["oktopk"][name] for name in ("residual", "velocity", "step")))
         else:
             self.sparse.load_state_dict(own["oktopk"])
+        if "rng" in own:
             torch.set_rng_state(own["rng"])
-        self.scribe.go_on_from(self.progress.step)
+        self.scribe.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
         self.scribe.event("resume", self.progress.step, f"resumed from {folder.name}")
 
     def run(self) -> dict[str, Any]:
@@ -117,26 +127,32 @@ class Trainer:
         return self.scribe.finish(summarise)
 
     def _is_over(self) -> bool:
-        return self.progress.step >= self.plan.steps
+        """Whether `max_steps` ends the run, amid an epoch maybe."""
+        return 0 < self.config.max_steps <= self.progress.step
+
+    @property
+    def _is_epoch_whole(self) -> bool:
+        return self.progress.step_of_epoch >= self.plan.steps_per_epoch
 
     def _run_epoch(self) -> None:
         progress = self.progress
         lr = self.config.lr_at(progress.epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        start, steps = time.perf_counter(), self.plan.steps_per_epoch
-        self.console.begin_epoch(progress.epoch, min(steps, self.plan.steps - progress.step + progress.step_of_epoch))
+        start, left = time.perf_counter(), self.plan.steps_per_epoch - progress.step_of_epoch
+        limit = self.config.max_steps
+        self.console.begin_epoch(progress.epoch, min(left, limit - progress.step) if limit else left)
         self.net.train()
         passes = self.config.nsteps_update
         batches = self.train_batches.epoch(progress.epoch, progress.step_of_epoch * passes)
-        while progress.step_of_epoch < steps and not self._is_over():
+        while not (self._is_epoch_whole or self._is_over()):
             self._step(batches, lr)
             self._checkpoint_if_due()
         self._end_epoch(lr, time.perf_counter() - start)
 
     def _step(self, batches: Iterator[Batch], lr: float) -> None:
         """Make one step: forward and backward, the exchange within backward, the update; then tell what it was."""
-        laps = _Laps()
+        laps, buffers = _Laps(), [buffer.clone() for buffer in self.net.buffers()]
         work = [batch.to(self.device) for batch in islice(batches, self.config.nsteps_update)]
         laps.end("data")
         loss = self._forward_backward(work)
@@ -147,7 +163,9 @@ class Trainer:
         laps.seconds.update(compute=laps.seconds["compute"] - wait, wait=wait)
         characters = sum(int(batch.target_lengths.sum()) for batch in work)
         utterances = sum(len(batch.frames) for batch in work)
-        norm = None if made.skipped else self._update()
+        if made.skipped:
+            self._put_back(buffers)
+        norm = None if made.skipped else self._update(made.phase)
         laps.end("update")
         mine = [loss, utterances, characters, made.sent_bytes, made.received_bytes, made.selected]
         ranks = gather([*mine, *(laps.seconds[name] for name in SPLIT)])
@@ -167,9 +185,15 @@ class Trainer:
             losses.append(loss.item())
         return math.fsum(losses)
 
-    def _update(self) -> float:
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        """Leave no trace of a skipped step: one NaN in a running mean would stay there for ever."""
+        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    def _update(self, phase: str) -> float:
         """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before."""
-        clip = self.config.clip if self.config.clip and self.config.clip_place == "global" else math.inf
+        clipped = self.config.clip_place == "global" or phase == "dense"  # the exchange clips its sparse steps only
+        clip = self.config.clip if self.config.clip and clipped else math.inf
         norm = float(clip_grad_norm_(self.net.parameters(), clip))
         self.optimizer.step()
         return norm
@@ -189,9 +213,9 @@ class Trainer:
 
     def _warn_or_stop(self, event: str, step: int, message: str) -> None:
         self.scribe.event(event, step, message)
+        if self.config.on_nonfinite == "stop":  # one rank tells it, all end
+            raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
         self.console.warn(message)
-        if self.config.on_nonfinite == "stop":
-            raise DivergedError(message)
 
     def _tell(self, made: StepRecord, ranks: list[list[float]], lr: float, norm: float | None) -> None:
         progress, losses = self.progress, [loss for loss, *_ in ranks]
@@ -248,18 +272,20 @@ class Trainer:
         self.console.end_epoch(record)
         wer = figures["wer"]
         best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
-        self.progress = Progress(
-            epoch=progress.epoch + 1,
-            step=progress.step,
-            best_wer=wer if best else progress.best_wer,
-            grad_norm=progress.grad_norm,
-        )
+        if self._is_epoch_whole:  # else max_steps ended it, and a resumed run may go on with it
+            progress.best_wer = wer if best else progress.best_wer
+            progress.epoch, progress.step_of_epoch, progress.loss_sum, progress.loss_count = (
+                progress.epoch + 1,
+                0,
+                0.0,
+                0,
+            )
         self._checkpoint(best)
 
     def _checkpoint_if_due(self) -> None:
         every, progress = self.config.checkpoint_every, self.progress
-        at_end = progress.step_of_epoch == self.plan.steps_per_epoch or self._is_over()
-        if every and progress.step % every == 0 and not at_end:  # an epoch's end has one of its own
+        at_end = self._is_epoch_whole or self._is_over()  # which has one of its own
+        if every and progress.step % every == 0 and not at_end:
             self._checkpoint(best=False)
 
     def _checkpoint(self, best: bool) -> None:
@@ -268,6 +294,8 @@ class Trainer:
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": asdict(self.progress),
+            "steps_per_epoch": self.plan.steps_per_epoch,
+            "health": asdict(self.health),
             "digest": digest,
         }
         own = {"oktopk": self.sparse.state_dict(), "rng": torch.get_rng_state()}

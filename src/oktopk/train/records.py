@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from oktopk.train.rundir import write_text
+from oktopk.train.rundir import write_text, writing
 
 Record = dict[str, Any]
 VERSION = 1
@@ -30,31 +31,33 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        with writing(path):
+            self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, **values: Any) -> Record:
         """Append a record and return it; what is not finite is refused: a figure is known or it is null."""
         record = {"kind": kind, **values}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
         return record
 
     def close(self) -> None:
-        """Take no more."""
-        self._file.close()
+        """Take no more; what the disk had no room for was told by `write`."""
+        with suppress(OSError):
+            self._file.close()
 
 
-def forget_from(path: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run will make again, and a last line that was cut off."""
-    kept = [record for record in read_records(path) if not _is_after(record, step)]
+def forget_from(path: Path, step: int, epoch: int) -> None:
+    """Drop the records of steps and epochs that a resumed run will make again, and a last line that was cut off."""
+    kept = [record for record in read_records(path) if not _is_after(record, step, epoch)]
     write_text(path, "\n".join(json.dumps(record, allow_nan=False) for record in kept))
 
 
-def _is_after(record: Record, step: int) -> bool:
-    made = record.get("step")
-    if made is None:
-        return False
-    return bool(made > step if record["kind"] == "epoch" else made >= step)
+def _is_after(record: Record, step: int, epoch: int) -> bool:
+    if record["kind"] == "epoch":
+        return bool(record["epoch"] >= epoch)
+    return "step" in record and bool(record["step"] >= step)
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -16,6 +16,8 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +77,32 @@ class RunDir:
 
     def log(self, rank: int, line: str) -> None:
         """Append a line to a worker's log."""
-        with (self.logs / f"rank{rank}.log").open("a", encoding="utf-8") as file:
+        path = self.logs / f"rank{rank}.log"
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file all at once: whoever reads it, whenever, sees the old text or the new."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    with writing(path):
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file in what goes wrong: the system does not say which one the disk had no room for."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; make room, or choose another place: --runs") from error
 
 
 def _unused(runs: Path, name: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from oktopk.train.records import MetricsFile, Record, forget_from, read_records
-from oktopk.train.rundir import RunDir, write_text
+from oktopk.train.rundir import RunDir, write_text, writing
 
 
 class Scribe:
@@ -24,17 +24,22 @@ class Scribe:
         from torch.utils.tensorboard import SummaryWriter  # here, since it takes a second to import
 
         self._metrics = MetricsFile(self.run.metrics)
-        self._board = SummaryWriter(str(self.run.tensorboard), purge_step=purge_step)
+        with writing(self.run.tensorboard):
+            self._board = SummaryWriter(str(self.run.tensorboard), purge_step=purge_step)
 
-    def go_on_from(self, step: int) -> None:
-        """Forget what a resumed run is about to do again."""
+    def go_on_from(self, step: int, epoch: int) -> None:
+        """Forget the steps from `step` and the epochs from `epoch`, which a resumed run is about to do again."""
         if self._metrics is not None:
             self.close()
-            forget_from(self.run.metrics, step)
+            forget_from(self.run.metrics, step, epoch)
             self._open(purge_step=step)
 
     def start(self, **values: Any) -> None:
-        """Write what the run is."""
+        """Write what the run is, and forget a start that was killed before its first checkpoint."""
+        if self._metrics is not None:
+            self.close()
+            self.run.metrics.unlink()
+            self._open(purge_step=0)
         self._write("run", **values)
 
     def step(self, **values: Any) -> Record:
@@ -82,7 +87,8 @@ class Scribe:
         """Take no more."""
         if self._metrics is not None:
             self._metrics.close()
-            self._board.close()
+            with writing(self.run.tensorboard):
+                self._board.close()
 
     def _write(self, kind: str, **values: Any) -> Record:
         if self._metrics is not None:
@@ -90,7 +96,9 @@ class Scribe:
         return {"kind": kind, **values}
 
     def _scalars(self, group: str, values: Record, names: tuple[str, ...], step: int) -> None:
-        if self._board is not None:
+        if self._board is None:
+            return
+        with writing(self.run.tensorboard):
             for name in names:
                 if values[name] is not None:
                     self._board.add_scalar(f"{group}/{name}", values[name], step)

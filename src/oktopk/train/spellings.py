@@ -6,6 +6,7 @@ RENAMED = {"--nworkers": "--nproc", "--lstm-lr": "--lr"}
 VALUES = {
     "--compressor": {"none": "dense", "topkA": "topka", "topkDSA": "topkdsa", "gTopk": "gtopk", "oktopkA": "oktopk"}
 }
+YES = ("true", "yes", "1")
 NO = ("false", "no", "0")
 
 
@@ -21,20 +22,23 @@ def modern(arguments: list[str]) -> tuple[list[str], list[str]]:
         if not flag.startswith("--"):
             made.append(flag + equals + value)
             continue
-        spelled = RENAMED.get(flag.replace("_", "-"), flag.replace("_", "-"))
+        spelled = flag.replace("_", "-")
+        spelled = RENAMED.get(spelled, spelled)
         if spelled == "--compression":
-            on = (value if equals else coming.pop(0) if coming else "").lower() not in NO
-            made += [] if on else ["--compressor", "dense"]
+            said = (value if equals else coming[0] if coming else "").lower()
+            if not equals and said in (*YES, *NO):  # it stood alone as well
+                coming.pop(0)
+            made += ["--compressor", "dense"] if said in NO else []
             notes.append(f"{flag}: compression is on unless --compressor is dense")
             continue
         if spelled != flag:
             notes.append(f"{flag} is now {spelled}")
-        made.append(spelled + equals + value)
         given = value if equals else (coming[0] if coming else "")
-        if given in VALUES.get(spelled, {}):
-            today = VALUES[spelled][given]
-            notes.append(f"{spelled} {given} is now {today}")
-            made[-1] = spelled
-            made.append(today)
-            coming = coming if equals else coming[1:]
+        today = VALUES.get(spelled, {}).get(given)
+        if today is None:
+            made.append(spelled + equals + value)
+            continue
+        notes.append(f"{spelled} {given} is now {today}")
+        made += [spelled, today]
+        coming = coming if equals else coming[1:]
     return made, notes

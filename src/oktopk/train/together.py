@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oktopk.errors import MismatchError, PeerError
+from oktopk.errors import MismatchError, OktopkError, PeerError
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 500
@@ -76,3 +78,27 @@ def share_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's running statistics, as DDP does before each forward pass of training."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
+
+
+@contextmanager
+def lost_peers_named() -> Iterator[None]:
+    """Make a `PeerError` of a collective that broke: others have died or left, and there is no bug to trace here."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = (str(error) or "?").splitlines()[0]
+        _, ours, said = text.rpartition("PeerError: ")  # of our own, from within autograd
+        if isinstance(error, OktopkError) or not (ours or "gloo/" in text or "NCCL" in text):
+            raise
+        said = re.sub(r"\[\S*/\S*\] |\. This is typically.*", "", said)
+        raise PeerError(said if ours else f"another rank died, left or was cut off: {said}") from error
+
+
+def share(key: str, value: str | None) -> str:
+    """Return on every rank what rank 0 gave as `value`."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        assert value is not None
+        store.set(f"oktopk/{key}", value)
+        return value
+    return str(store.get(f"oktopk/{key}").decode())

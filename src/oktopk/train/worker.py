@@ -17,14 +17,14 @@ from oktopk.errors import SettingError
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
-from oktopk.train.launch import Place, share
 from oktopk.train.loop import Trainer
+from oktopk.train.place import Place
 from oktopk.train.plan import Plan, make_plan
 from oktopk.train.recipes import load_recipe
 from oktopk.train.records import VERSION
 from oktopk.train.rundir import RunDir
 from oktopk.train.scribe import Scribe
-from oktopk.train.together import all_or_none
+from oktopk.train.together import all_or_none, lost_peers_named, share
 
 NOT_LEARNING = frozenset({"compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction"})
 PLACES = frozenset({"data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite"})
@@ -41,35 +41,38 @@ class Job:
     run: RunDir | None = None
     resume: Path | None = None  # a checkpoint
 
+    def folder(self) -> RunDir:
+        """Return the run's folder: a new one, or that of the run which goes on, with its settings of now."""
+        if self.run is None:
+            return RunDir.create(self.runs, self.name, self.config)
+        self.run.change_config(self.config)
+        return self.run
+
 
 def work(job: Job, place: Place) -> dict[str, Any]:
     """Train as one of the workers; return the figures of the run."""
     config = job.config
     device = pick_device(config, place)
-    torch.set_num_threads(threads_of(config, place.local_size))
+    torch.set_num_threads(config.threads or place.num_cores())
     with _group(place, config.timeout_s, device):
         all_or_none("preparing the data", lambda: corpus.prepare(config) if place.rank == 0 else None)
         data = all_or_none("reading the data", lambda: corpus.load(config))
+        corpus.check_enough(config, data, place.size)  # the same on every rank
         folder = corpus.data_dir_of(config)
         plan = make_plan(config, place.size, len(data.train), len(data.val), folder, str(device))
-        run = all_or_none("making the run's folder", lambda: _run_of(job, place.rank))
+        run = all_or_none("making the run's folder", lambda: job.folder() if place.rank == 0 else None)
         run = RunDir(share("run", str(run.path) if run else None))
         return _train(job, place, data, plan, run)
-
-
-def _run_of(job: Job, rank: int) -> RunDir | None:
-    if rank:
-        return None
-    return job.run or RunDir.create(job.runs, job.name, job.config)
 
 
 def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
     scribe, console = Scribe(run, place.rank), Console(place.rank, job.config.max_epochs)
     scribe.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
     try:
-        trainer = Trainer(job.config, place, data, plan, scribe, console)
-        _open(job, trainer, run, plan)
-        summary = trainer.run()
+        with lost_peers_named():
+            trainer = Trainer(job.config, place, data, plan, scribe, console)
+            _open(job, trainer, run, plan)
+            summary = trainer.run()
     except BaseException as error:
         scribe.log(f"ended by {type(error).__name__}: {error}")
         raise
@@ -131,7 +134,8 @@ def _next_command(config: Config, run: RunDir) -> str:
 def _group(place: Place, timeout_s: float, device: torch.device) -> Iterator[None]:
     place.join(timeout_s, device)
     try:
-        yield
+        with lost_peers_named():
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -148,5 +152,5 @@ def pick_device(config: Config, place: Place) -> torch.device:
 
 
 def threads_of(config: Config, local_size: int) -> int:
-    """Return the threads of a worker: its share of the cores, unless told otherwise."""
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // local_size)
+    """Return the threads of a worker that is to be started here: its share of the cores, unless told otherwise."""
+    return config.threads or Place(launcher="oktopk", local_size=local_size).num_cores()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import shutil
 import time
 from pathlib import Path
@@ -173,3 +174,9 @@ def test_headers_of_a_whole_corpus_are_read_in_a_second(tmp_path: Path) -> None:
     began = time.process_time()
     assert len(read_manifest(tmp_path / "m.csv")) == 948
     assert time.process_time() - began < 1
+
+
+def test_a_data_error_survives_the_way_between_processes(tmp_path: Path) -> None:
+    error = DataError("stereo", tmp_path / "a.wav", "two channels")
+    back = pickle.loads(pickle.dumps(error))
+    assert (str(back), back.kind, back.path, back.message) == (str(error), "stereo", tmp_path / "a.wav", "two channels")

@@ -24,6 +24,9 @@ class DataError(OktopkError, ValueError):
         super().__init__(f"{path}: {message}")
         self.kind, self.path, self.message = kind, Path(path), message
 
+    def __reduce__(self) -> tuple[type[DataError], tuple[Kind, Path, str]]:
+        return DataError, (self.kind, self.path, self.message)
+
 
 class SpeechError(OktopkError, RuntimeError):
     """The speech engine is not installed, or failed."""

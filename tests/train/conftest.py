@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oktopk.train.data.synth import make_speech
+
+
+@pytest.fixture(scope="session")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of 32 short utterances, 16 to validate with."""
+    folder = tmp_path_factory.mktemp("speech")
+    make_speech(folder / "corpus", 32, val_utterances=16, grammar="commands", jobs=1)
+    return folder / "corpus"
+
+
+@pytest.fixture
+def tiny(speech: Path) -> dict[str, Any]:
+    """Settings of a run of seconds: 8 steps an epoch on two workers, 16 on one."""
+    return {
+        "dnn": "lstman4-small",
+        "dataset": "an4",
+        "data_dir": str(speech),
+        "batch_size": 2,
+        "max_epochs": 1,
+        "lr": 0.003,
+        "clip": 20.0,
+        "dense_steps": 3,
+        "threads": 1,
+        "device": "cpu",
+        "timeout_s": 20.0,
+    }
