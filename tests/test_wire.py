@@ -67,7 +67,10 @@ def test_blocks_in_a_row_stay_aligned(wire: str, numel: int) -> None:
     [
         (100, "fp32", 0, 0),
         (100, "fp32", 7, 14),
-        (100, "bf16", 7, 7 + 4),
+        (100, "bf16", 7, 2 + 4),  # gaps of 8 bits
+        (10_000_000, "bf16", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 5_000),  # of 12, up to 2,441 of them empty
+        (100_000_000, "bf16", 10_000, (10_000 + 1_526) // 2 + 5_000),  # of 16
+        (10_000_000, "bf16", 3, 3 + 2),  # too few to be worth packing
         (2**31 - 1, "fp32", 5, 10),
         (2**31, "fp32", 5, 10 + 6),
         (2**31, "bf16", 5, 10 + 4),
@@ -93,3 +96,10 @@ def test_what_would_overflow_becomes_the_largest_number(dtype: torch.dtype) -> N
     assert round_to(torch.tensor([1e300], dtype=torch.float64), torch.float32).tolist() == [
         torch.finfo(torch.float32).max
     ]
+
+
+@pytest.mark.parametrize("numel", [1_000_000, 27_569_568, 500_000_000])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_pair_of_the_bf16_wire_takes_at_most_four_bytes_at_one_percent(numel: int, size: int) -> None:
+    capacity = numel // 100 * 5 // 4 // size
+    assert 4 * (Codec(numel, "bf16").words(capacity) - HEADER_WORDS) / capacity <= 4

@@ -1,10 +1,11 @@
 """How pairs travel: one integer message for each block, header first.
 
     word 0      how many pairs the block holds
-    word 1      zero
+    word 1      how many slots their indices take, where they are packed
     word 2, 3   a note: one 62-bit number that rides along (low 31 bits first)
-    then        `capacity` indices, int32 while the vector has fewer than 2**31 elements, int64 beyond
-    then        `capacity` values: float32, or bfloat16 two in a word
+    then        room for `capacity` indices: int32, or int64 for vectors of 2**31 elements and more; with bfloat16
+                values the gaps between them, packed into 8, 12 or 16 bits each, if that is less (see `packing`)
+    then        room for `capacity` values: float32, or bfloat16 two in a word
 
 Indices are never floats, so they are exact at any length. What a codec rounds away is `rounding`'s to tell, and the
 algorithms give it back to the residual.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import one_of
+from oktopk.packing import PLAIN, best_width, pack, packed_words, unpack
 from oktopk.sparse import Sparse
 
 HEADER_WORDS = 4
@@ -59,7 +61,16 @@ class Codec:
 
     def words(self, capacity: int) -> int:
         """Words a block of `capacity` pairs takes."""
-        return HEADER_WORDS + capacity * self.index_words + self.value_words(capacity)
+        return HEADER_WORDS + self._all_index_words(capacity) + self.value_words(capacity)
+
+    def _width(self, capacity: int) -> int:
+        """Return the bits of an index's slot; PLAIN where indices are not packed."""
+        return best_width(self.numel, capacity) if self.wire != "fp32" and self.index_words == 1 else PLAIN
+
+    def _all_index_words(self, capacity: int) -> int:
+        if self.index_words == 2:
+            return 2 * capacity
+        return packed_words(self.numel, capacity, self._width(capacity)) if self.wire != "fp32" else capacity
 
     def encode(self, part: Sparse, capacity: int | None = None, note: int = 0) -> Tensor:
         """Return a new block that holds `part`, with room for `capacity` pairs (default: just enough)."""
@@ -70,16 +81,27 @@ class Codec:
 
     def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> None:
         """Write `part` and `note` into `block`; words beyond the count are left as they are."""
-        block[:HEADER_WORDS] = torch.tensor([part.nnz, 0, note & _LOW, note >> 31], dtype=torch.int32)
         indices, values = self._fields(block, capacity)
-        indices[: part.nnz] = part.index
+        width, slots = self._width(capacity), 0
+        if width == PLAIN:
+            (indices.view(torch.int64) if self.index_words == 2 else indices)[: part.nnz] = part.index
+        elif part.nnz:
+            packed, slots = pack(part.index, width)
+            indices.view(torch.uint8)[: len(packed)] = packed
         values[: part.nnz] = round_to(part.value, values.dtype)
+        block[:HEADER_WORDS] = torch.tensor([part.nnz, slots, note & _LOW, note >> 31], dtype=torch.int32)
 
     def decode(self, block: Tensor, dtype: torch.dtype, capacity: int | None = None) -> tuple[Sparse, int]:
         """Return what `encode` was given: the part, its values as `dtype`, and the note."""
-        count, _, low, high = block[:HEADER_WORDS].tolist()
-        indices, values = self._fields(block, count if capacity is None else capacity)
-        return Sparse(indices[:count].long(), values[:count].to(dtype), self.numel), high << 31 | low
+        count, slots, low, high = block[:HEADER_WORDS].tolist()
+        capacity = count if capacity is None else capacity
+        indices, values = self._fields(block, capacity)
+        width = self._width(capacity)
+        if width == PLAIN:
+            index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
+        else:
+            index = unpack(indices.view(torch.uint8), slots, width)
+        return Sparse(index, values[:count].to(dtype), self.numel), high << 31 | low
 
     def rounding(self, part: Sparse) -> Sparse | None:
         """Return what sending `part` loses, or None where nothing is lost."""
@@ -93,7 +115,6 @@ class Codec:
         return Sparse(part.index, round_to(part.value, value_dtype(self.wire)).to(part.value.dtype), part.numel)
 
     def _fields(self, block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        middle = HEADER_WORDS + capacity * self.index_words
-        indices = block[HEADER_WORDS:middle]
+        middle = HEADER_WORDS + self._all_index_words(capacity)
         values = block[middle : middle + self.value_words(capacity)]
-        return (indices if self.index_words == 1 else indices.view(torch.int64)), values.view(value_dtype(self.wire))
+        return block[HEADER_WORDS:middle], values.view(value_dtype(self.wire))

@@ -32,7 +32,7 @@ class OkTopk:
     density             the part of the elements that a step delivers, in (0, 1]
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
     ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (parameter tensor)
-    wire                "fp32" or "bf16" values
+    wire                "fp32", or "bf16": rounded values and packed indices, less than half the bytes
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')
     repartition_every   steps between updates of the scales and, paper, between partitions of the index space (tau)
