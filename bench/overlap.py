@@ -1,6 +1,6 @@
 """Does the exchange overlap backward?
 
-    sudo python -m bench.overlap --mbit 50
+    sudo python -m bench.overlap --mbit 100
 
 A DDP net of about 8 buckets on P gloo processes, each a host of its own on a network that is slowed to `--mbit` (see
 bench.netlab: Linux and root; with --mbit 0 they talk over the loopback as it is, and there is little to overlap).
@@ -42,7 +42,7 @@ NO_CLIP = 1e30
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and the JSON line, and return what it holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=int, default=50, help="speed of the link; 0: as it is")
+    parser.add_argument("--mbit", type=int, default=100, help="speed of the link; 0: as it is")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024, help="of the net's hidden layers")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument(
+        "--batch", type=int, default=256, help="small: the exchange is all there is; large: it is nothing"
+    )
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args(argv)
