@@ -15,7 +15,7 @@ setup: .venv/ready  ## the tools and the package, into .venv
 	@touch $@
 
 test: .venv/ready  ## the laws, on threads and on a few real processes: under six minutes on two cores
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 .venv/ready-all: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"

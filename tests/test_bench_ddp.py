@@ -14,7 +14,7 @@ TINY = ["--width", "64", "--layers", "3", "--batch", "8", "--rounds", "2"]
 @pytest.mark.processes
 def test_step_times_plain_dense_and_sparse() -> None:
     result = step.main(TINY)
-    assert set(result["seconds"]) == {"plain DDP", "dense phase", "sparse phase"}
+    assert set(result["seconds"]) == {"plain DDP", "torch's hook", "dense phase", "sparse phase"}
     assert all(math.isfinite(row["median"]) and row["median"] > 0 for row in result["seconds"].values())
     assert result["dense_over_plain"]["min"] <= result["dense_over_plain"]["median"]
 
