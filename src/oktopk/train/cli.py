@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     help="Sparse allreduce for data-parallel training: train with it, and see what it sends.\n\n"
-    "Start here: [bold]oktopk train[/bold] makes speech offline and learns it on two workers, in minutes.",
+    "Start here: oktopk train makes speech offline and learns it on two workers, in minutes.",
 )
 app.add_typer(data_app, name="data")
 
@@ -85,7 +85,7 @@ def options(
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Option(help=f"Settings known to work; --recipes lists them. [{DEFAULT}]")
+        str | None, typer.Option(help=f"Settings known to work; --recipes lists them. Without it: {DEFAULT}.")
     ] = None,
     dnn: Annotated[str | None, typer.Option(help="The net: lstman4 (27.6 M parameters) or lstman4-small.")] = None,
     dataset: Annotated[
