@@ -340,8 +340,8 @@ class Assassin:
 def test_ten_kills_change_nothing(tmp_path: Path, tiny: Settings, undisturbed: Callable[..., Ended]) -> None:
     """The worker that is left ends by itself, soon; what is resumed ends where the undisturbed run does."""
     folder, dice = tmp_path / "run", random.Random(0)
-    settings = {**tiny, "max_epochs": 4, "checkpoint_every": 1}
-    succeed(folder, 2, **settings, max_steps=1)
+    epochs = 12  # more than ten killers wait for, on a machine however quick
+    succeed(folder, 2, **{**tiny, "max_epochs": epochs, "checkpoint_every": 1}, max_steps=1)
     kills = 0
     for _ in range(10):
         ended = train(folder, 2, resume=last(folder), max_steps=0, watch=Assassin(folder, dice))
@@ -349,7 +349,7 @@ def test_ten_kills_change_nothing(tmp_path: Path, tiny: Settings, undisturbed: C
         left = [result for result in ended.results if result is not None]
         assert all(isinstance(result, PeerError) for result in left), left
     assert kills == 10
-    assert_same_run(succeed(folder, 2, resume=last(folder)), undisturbed(2, max_epochs=4))
+    assert_same_run(succeed(folder, 2, resume=last(folder)), undisturbed(2, max_epochs=epochs))
 
 
 # What a step is
