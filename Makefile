@@ -34,7 +34,7 @@ format: .venv/ready  ## make the format what check wants
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-train: .venv/ready  ## three minutes: speech made offline, and a small net that learns it on two workers with Ok-Topk
+train: .venv/ready  ## two minutes: speech made offline, and a small net that learns it on two workers with Ok-Topk
 	$(BIN)/oktopk train
 
 bench: .venv/ready  ## how long one all_reduce takes and how much it sends
