@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import rich.console
 
-from oktopk.train.console import end_table, na, shown
+from oktopk.train.console import end_table, na
+from oktopk.train.health import shown
 from oktopk.train.metrics import Counts
 from oktopk.train.plan import Plan
 from oktopk.train.records import summarise

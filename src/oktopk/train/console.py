@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from oktopk.train.health import shown
 from oktopk.train.plan import Plan, megabytes
 from oktopk.train.records import SPLIT, Record
 
@@ -83,11 +84,6 @@ def _figures(record: Record, between: str) -> str:
         f"{record['phase']} sparsity {record['sparsity']:.3f} ratio {shown(record['compression_ratio'])}  "
         f"{megabytes(record['sent_bytes'] / seconds)}/s"
     )
-
-
-def shown(value: float | None) -> str:
-    """Return a figure for people; what is not known says so."""
-    return "n/a" if value is None else f"{value:.4g}"
 
 
 def end_table(summary: Record, plan: Plan, reference: dict[str, float]) -> Table:

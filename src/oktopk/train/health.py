@@ -71,5 +71,5 @@ def largest_gradient(model: nn.Module) -> str:
 
 
 def shown(value: float | None) -> str:
-    """Return a figure for people."""
+    """Return a figure for people; what is not known, or no number, says so."""
     return "n/a" if value is None or not math.isfinite(value) else f"{value:.4g}"

@@ -29,7 +29,7 @@ from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
 from oktopk.train.place import Place
 from oktopk.train.plan import Plan, megabytes, travel_dense
-from oktopk.train.records import SPLIT, finite, summarise
+from oktopk.train.records import SPLIT, finite
 from oktopk.train.scribe import Scribe
 from oktopk.train.together import all_or_none, check_same_weights, gather, share_buffers, total
 
@@ -58,7 +58,9 @@ class Progress:
 class Trainer:
     """One worker of a run. All workers make one, and call its methods alike."""
 
-    def __init__(self, config: Config, place: Place, corpus: Corpus, plan: Plan, scribe: Scribe, console: Console):
+    def __init__(
+        self, config: Config, place: Place, corpus: Corpus, plan: Plan, scribe: Scribe, console: Console
+    ) -> None:
         self.config, self.place, self.plan, self.scribe, self.console = config, place, plan, scribe, console
         self.device = torch.device(plan.device)
         self.train_batches, self.val_batches = self._batches(corpus)
@@ -124,7 +126,7 @@ class Trainer:
                     self._run_epoch()
         finally:
             self.sparse.detach()
-        return self.scribe.finish(summarise)
+        return self.scribe.finish()
 
     def _is_over(self) -> bool:
         """Whether `max_steps` ends the run, amid an epoch maybe."""

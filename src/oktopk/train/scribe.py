@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from typing import Any
 
-from oktopk.train.records import MetricsFile, Record, forget_from, read_records
+from oktopk.train.records import MetricsFile, Record, forget_from, read_records, summarise
 from oktopk.train.rundir import RunDir, write_text, writing
 
 
@@ -75,7 +74,7 @@ class Scribe:
         """Write a line into this worker's log."""
         self.run.log(self.rank, line)
 
-    def finish(self, summarise: Callable[[Iterable[Record]], Record]) -> Record:
+    def finish(self) -> Record:
         """Write the summary of all that was written; return it."""
         self.close()
         summary = summarise(read_records(self.run.metrics))

@@ -87,8 +87,8 @@ def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir)
 def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
     """Show the plan, and go on from a checkpoint if there is one to go on from."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    folder = checkpoint.find_last(run) if restarted or job.resume is None else job.resume
-    if folder is not None and (restarted or job.resume is not None):
+    folder = checkpoint.find_last(run) if restarted else job.resume
+    if folder is not None:
         trainer.resume(folder)
         trainer.console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
         return
