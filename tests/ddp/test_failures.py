@@ -18,7 +18,7 @@ from tests.ddp.mortal import ERROR, EXCHANGE_S, Breaks, Mortals, Plan, Told
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-MARGIN_S = 4.0  # on top of a timeout, for a busy machine
+MARGIN_S = 20.0  # on top of a timeout, for a busy machine
 IN_SPARSE_PHASE = 6
 EXIT_S = EXCHANGE_S + MARGIN_S
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_frozen_for_less_than_the_timeout_goes_on(victim: int) ->
         mortals.wait_for_step(victim, IN_SPARSE_PHASE)
         mortals.send_signal(victim, signal.SIGSTOP)
         stopped_at = mortals.told[victim].step
-        time.sleep(EXCHANGE_S / 2)  # the length of the freeze
+        time.sleep(EXCHANGE_S / 4)  # the length of the freeze
         mortals.send_signal(victim, signal.SIGCONT)
         told = [mortals.wait_for_word(rank, 30.0) for rank in range(2)]
         assert stopped_at < steps - 10, "it was to be stopped on the way"
