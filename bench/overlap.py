@@ -31,8 +31,8 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from bench.processes import run_processes, spread, threads_for
 from bench.step import make_net
+from oktopk.bench.processes import run_processes, spread, threads_for
 
 WARM_UP = 3
 NO_CLIP = 1e30

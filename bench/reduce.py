@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.processes import num_cores, run_processes, spread, threads_for
 from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic
+from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
 from oktopk.feedback import Residual
 from oktopk.select import Ranking, at_least, num_selected, sampled_threshold
 

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from bench.processes import run_processes, spread, threads_for
+from oktopk.bench.processes import run_processes, spread, threads_for
 
 WARM_UP = 4
 OVER = {"torch's hook": "hook_over_plain", "dense phase": "dense_over_plain", "sparse phase": "sparse_over_plain"}

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import netlab
-from bench.netlab import Lab, LabError, sent_bytes
-from bench.processes import run_processes
+from oktopk.bench import netlab
+from oktopk.bench.netlab import Lab, LabError, sent_bytes
+from oktopk.bench.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 50
@@ -83,7 +83,7 @@ def test_two_laboratories_do_not_meet() -> None:
     with Lab(1) as one:
         code = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
-            "from bench.netlab import Lab\n"
+            "from oktopk.bench.netlab import Lab\n"
             "with Lab(1) as lab: print(lab.hosts[0].name)"
         )
         other = subprocess.run([sys.executable, "-c", code, ROOT], capture_output=True, text=True, timeout=SECONDS)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import start_processes
 
-from bench.netlab import Host, Lab
+from oktopk.bench.netlab import Host, Lab
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 DEADLINE_S = 900.0
@@ -36,7 +37,7 @@ def run_processes(fn: Callable[..., Any], size: int, *args: Any, mbit: float | N
 
 def _run(fn: Callable[..., Any], size: int, args: tuple[Any, ...], hosts: list[Host]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_process, (size, folder, fn, args, hosts), nprocs=size, join=False)
+        context = start_processes(_process, (size, folder, fn, args, hosts), nprocs=size, join=False)  # type: ignore[no-untyped-call]
         deadline = time.monotonic() + DEADLINE_S
         while not context.join(timeout=5.0):
             if time.monotonic() > deadline:
@@ -67,7 +68,7 @@ def _process(
     if hosts:
         hosts[rank].enter()
     torch.set_num_threads(threads_for(size))
-    store = dist.FileStore(str(Path(folder) / "store"), size)
+    store = FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     try:
         result = fn(*args)
