@@ -14,7 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import oktopk
+from oktopk.bench.cli import app as bench_app
 from oktopk.errors import OktopkError, PeerError, SettingError
+from oktopk.oneline import errors_in_a_line
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
 from oktopk.train.data.cli import app as data_app
@@ -22,7 +24,6 @@ from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.health import DivergedError
 from oktopk.train.launch import start_workers
 from oktopk.train.launchers import find_place
-from oktopk.train.oneline import errors_in_a_line
 from oktopk.train.place import Place
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
@@ -39,6 +40,7 @@ app = typer.Typer(
     "Start here: oktopk train makes speech offline and learns it on two workers, in minutes.",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 
 
 def main(argv: list[str] | None = None) -> None:

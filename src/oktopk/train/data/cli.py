@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from oktopk.oneline import errors_in_a_line
 from oktopk.train.data.an4 import Part, import_an4
 from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.data.grammar import Grammar
 from oktopk.train.data.manifest import Problem, check_manifest, read_manifest
 from oktopk.train.data.synth import make_speech
-from oktopk.train.oneline import errors_in_a_line
 
 PROBLEMS_FOUND = 1
 """Exit status of a check."""

@@ -1,0 +1,95 @@
+"""`oktopk bench`: what each method of exchange costs, on networks as slow as you like."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from oktopk.bench.exchange import time_exchange
+from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_methods
+from oktopk.bench.provenance import provenance
+from oktopk.bench.suite import Setting, bar, choose_links, measure
+from oktopk.bench.tables import table_of
+from oktopk.errors import SettingError, within
+from oktopk.oneline import errors_in_a_line
+
+LSTM_NUMEL = 27_569_568
+"""The parameters of the paper's speech recogniser."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Measure what each method of exchange costs, side by side, on networks as slow as you like.",
+)
+
+Ranks = Annotated[str, typer.Option(help="Processes, each a host of its own: a number, or several: 2,4.")]
+Mbit = Annotated[
+    str | None,
+    typer.Option(help="Speed of each link, each way: a number, or several: 100,1000; 0 is unlimited. Needs root."),
+]
+Density = Annotated[str, typer.Option(help="The part of the gradient that a sparse method sends: 0.01 or 0.01,0.02.")]
+Methods = Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; or groups: {', '.join(GROUPS)}.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Laps of each method that count.")]
+Seconds = Annotated[float, typer.Option(min=0, help="In each setting no further lap is begun after so many seconds.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object, and nothing else.")]
+
+
+@app.command()
+def exchange(
+    numel: Annotated[int, typer.Option(min=1, help="Elements of the gradient.")] = LSTM_NUMEL,
+    density: Density = "0.01",
+    ranks: Ranks = "4",
+    mbit: Mbit = None,
+    methods: Methods = DEFAULT,
+    rounds: Rounds = 7,
+    seconds: Seconds = 300.0,
+    json_: Json = False,
+) -> None:
+    """Time one exchange of a flat gradient, by each method in turn.
+
+    Example: sudo oktopk bench exchange --ranks 4 --mbit 100,1000 --out results
+    """
+    with errors_in_a_line():
+        entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
+        settings, notes = _settings(ranks, mbit)
+        with bar(_stderr()) as progress:
+            measured = [measure(time_exchange, (numel,), entries, s, rounds, seconds, progress) for s in settings]
+        result = {"bench": "exchange", **provenance(), "notes": notes, "numel": numel, "settings": measured}
+        _show(result, json_)
+
+
+def _settings(ranks: str, mbit: str | None) -> tuple[list[Setting], list[str]]:
+    """Return the settings, and what the user should know about them."""
+    sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
+    links, notes = choose_links(None if mbit is None else _numbers("mbit", mbit, 0))
+    return [Setting(size, link) for size in sizes for link in links], notes
+
+
+def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> list[float]:
+    """Return the numbers of a list, each within bounds, each once."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingError(f"--{kind} wants a number, or several with commas between them, not {text!r}") from None
+    return list(dict.fromkeys(within(f"--{kind}", number, low, high, open_low=open_low) for number in numbers))
+
+
+def _show(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result, allow_nan=False))
+        return
+    console = Console(width=None, soft_wrap=True, highlight=False)
+    for note in result["notes"]:
+        console.print(f"[bold yellow]note[/] {escape(note)}")
+    for setting in result["settings"]:
+        title = f"{Setting(setting['ranks'], setting['mbit'])}, n = {result['numel']:,}, {setting['rounds']} laps"
+        console.print(table_of(setting, title))
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)

@@ -1,0 +1,159 @@
+"""`oktopk bench exchange`: one exchange of a flat gradient, by each method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.algorithms import Algorithm
+from oktopk.bench.hooks import hook_powersgd
+from oktopk.bench.laps import Contender, Lap, Laps, take_turns
+from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
+from oktopk.comm import Metered, ProcessGroupComm
+from oktopk.reducer import Reducer
+
+POOL = 3
+"""Gradients made in advance and used in turn, so that making them is not timed."""
+
+MATRIX_SIDE = 2048
+"""PowerSGD works on matrices: the gradient is given to it as matrices of at most so many rows and columns."""
+
+
+def time_exchange(numel: int, entries: Sequence[Entry], laps: Laps) -> list[list[Lap]]:
+    """Return the laps of each entry on this rank."""
+    pool = [heavy_tailed(numel, seed=100 * dist.get_rank() + i) for i in range(POOL)]
+    scratch = torch.zeros(numel)
+    return take_turns([make_contender(entry, pool, scratch) for entry in entries], laps)
+
+
+def heavy_tailed(numel: int, seed: int) -> Tensor:
+    """Return a gradient of which few elements carry most."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).pow_(3)
+
+
+def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Contender:
+    """Return what exchanges the gradients of `pool` in turn; rivals share `scratch` for their results."""
+    method = METHODS[entry.method]
+    if isinstance(method, Ours):
+        assert entry.density is not None
+        return _Reduction(method.make(entry.density), pool)
+    if isinstance(method, AllReduce):
+        return _Sum(pool, scratch) if method.dtype == torch.float32 else _CastSum(method.dtype, pool, scratch)
+    return _LowRank(method.rank, pool)
+
+
+class _Reduction:
+    """One `Reducer.all_reduce` into a result that is there already."""
+
+    def __init__(self, algorithm: Algorithm, pool: Sequence[Tensor]) -> None:
+        self.pool, self.out = pool, torch.zeros_like(pool[0])
+        self.reducer = Reducer(algorithm, ProcessGroupComm())
+
+    def prepare(self, turn: int) -> None:
+        pass
+
+    def run(self, turn: int) -> None:
+        self.reducer.all_reduce(self.pool[turn % len(self.pool)], out=self.out)
+
+    def account(self) -> Lap:
+        assert self.reducer.last is not None
+        return {"record_bytes": self.reducer.last.sent_bytes, "parts": dict(self.reducer.last.seconds)}
+
+
+class _Sum:
+    """`all_reduce` in place, as DDP would do it; the gradient is in its bucket already, and nothing divides by P."""
+
+    def __init__(self, pool: Sequence[Tensor], scratch: Tensor) -> None:
+        self.pool, self.buffer, self.comm = pool, scratch, Metered(ProcessGroupComm())
+
+    def prepare(self, turn: int) -> None:
+        self.buffer.copy_(self.pool[turn % len(self.pool)])
+
+    def run(self, turn: int) -> None:  # noqa: ARG002
+        self.comm.all_reduce(self.buffer)
+
+    def account(self) -> Lap:
+        return {"record_bytes": self.comm.take().sent_bytes, "parts": {}}
+
+
+class _CastSum:
+    """Cast into a narrower buffer that is there already, `all_reduce` that, and cast back."""
+
+    def __init__(self, dtype: torch.dtype, pool: Sequence[Tensor], scratch: Tensor) -> None:
+        self.pool, self.out, self.comm = pool, scratch, Metered(ProcessGroupComm())
+        self.narrow = torch.zeros(len(scratch), dtype=dtype)
+
+    def prepare(self, turn: int) -> None:
+        pass
+
+    def run(self, turn: int) -> None:
+        self.narrow.copy_(self.pool[turn % len(self.pool)])
+        self.comm.all_reduce(self.narrow)
+        self.out.copy_(self.narrow)
+
+    def account(self) -> Lap:
+        return {"record_bytes": self.comm.take().sent_bytes, "parts": {}}
+
+
+class _LowRank:
+    """PowerSGD's hook under a DDP whose backward only hands the gradient over: one copy into DDP's buckets is in it."""
+
+    def __init__(self, rank: int, pool: Sequence[Tensor]) -> None:
+        shapes = matrices_of(len(pool[0]))
+        sizes = [rows * columns for rows, columns in shapes]
+        self.grads = [
+            [part.view(shape) for part, shape in zip(torch.split(grad, sizes), shapes, strict=True)] for grad in pool
+        ]
+        self.model = DistributedDataParallel(_Matrices(shapes), gradient_as_bucket_view=True)
+        hook_powersgd(self.model, rank)
+
+    def prepare(self, turn: int) -> None:  # noqa: ARG002
+        self.model.zero_grad()
+
+    def run(self, turn: int) -> None:
+        self.model(self.grads[turn % len(self.grads)]).backward()
+
+    def account(self) -> Lap:
+        return {"record_bytes": None, "parts": {}}
+
+
+class _Matrices(nn.Module):
+    """Parameters of these shapes, whose gradients are what it is called with."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, grads: Sequence[Tensor]) -> Tensor:
+        handed_over: Tensor = _HandOver.apply(grads, *self.matrices)  # type: ignore[no-untyped-call]
+        return handed_over
+
+
+class _HandOver(torch.autograd.Function):
+    """A scalar whose gradients by the parameters are given."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.grads = grads
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, *ctx.grads)
+
+
+def matrices_of(numel: int) -> list[tuple[int, int]]:
+    """Return shapes that add up to `numel` elements, as square as it goes.
+
+    >>> matrices_of(10)
+    [(3, 3), (1, 1)]
+    """
+    side = min(MATRIX_SIDE, int(numel**0.5))
+    rows, rest = divmod(numel, side)
+    shapes = [(min(side, rows - first), side) for first in range(0, rows, side)]
+    return shapes + ([(1, rest)] if rest else [])

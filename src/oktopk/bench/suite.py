@@ -1,0 +1,111 @@
+"""A benchmark over several settings: one network for each, the same work on it, and a bar that shows how far it is."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from oktopk.bench.laps import WARM_UP, Laps
+from oktopk.bench.methods import Entry
+from oktopk.bench.netlab import LabError, check_possible
+from oktopk.bench.processes import run_processes, threads_for
+from oktopk.bench.summary import rows_of
+from oktopk.errors import SettingError
+
+DEFAULT_MBIT = 1000.0
+LOOK_S = 0.2
+"""Between two looks at how far the ranks are."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """P ranks, on links of so many Mbit/s (0: as fast as it goes; None: the loopback, without a lab)."""
+
+    ranks: int
+    mbit: float | None
+
+    def __str__(self) -> str:
+        return f"P = {self.ranks}, {link_name(self.mbit)}"
+
+
+def link_name(mbit: float | None) -> str:
+    """Return what a link is called.
+
+    >>> link_name(1000), link_name(0), link_name(None)
+    ('1000 Mbit/s', 'unlimited link', 'loopback')
+    """
+    return "loopback" if mbit is None else f"{mbit:g} Mbit/s" if mbit else "unlimited link"
+
+
+def choose_links(asked: Sequence[float] | None) -> tuple[list[float | None], list[str]]:
+    """Return the links to measure on, and what the user should know about them."""
+    try:
+        check_possible()
+    except LabError as error:
+        shaped = [mbit for mbit in asked or () if mbit]
+        if shaped:
+            raise SettingError(
+                f"links of {', '.join(f'{mbit:g}' for mbit in shaped)} Mbit/s were asked for, but {error}. "
+                "--mbit 0 measures over the loopback, without one"
+            ) from None
+        return [None], [f"over the loopback of this machine, and no bytes counted by an interface: {error}"]
+    return list(asked or [DEFAULT_MBIT]), []
+
+
+def measure(
+    work: Callable[..., Any], args: tuple[Any, ...], entries: Sequence[Entry], setting: Setting, rounds: int,
+    seconds: float, progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what `work(*args, entries, laps)` measured on every rank of the setting, a row for each entry."""
+    with tempfile.TemporaryDirectory() as folder:
+        laps = Laps(rounds=rounds, seconds=seconds, in_lab=setting.mbit is not None, lap_file=f"{folder}/laps")
+        with _shown(progress, str(setting), Path(laps.lap_file), (WARM_UP + rounds) * len(entries)):
+            ranks = in_setting(setting, work, *args, entries, laps)
+    return {
+        "ranks": setting.ranks,
+        "mbit": setting.mbit,
+        "threads": threads_for(setting.ranks),
+        "rounds": len(ranks[0][0]) - WARM_UP,
+        "rows": rows_of(entries, ranks),
+    }
+
+
+def in_setting(setting: Setting, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what `work(*args)` returns on each rank of the setting."""
+    try:
+        return run_processes(work, setting.ranks, *args, mbit=setting.mbit)
+    except LabError as error:
+        raise SettingError(f"no network for {setting}: {error}; --mbit 0 needs no shaping") from error
+
+
+def bar(console: Console) -> Progress:
+    """Return the bar; start it with `with`."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("laps"))
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def _shown(progress: Progress, name: str, lap_file: Path, total: int) -> Iterator[None]:
+    """Show, while inside, how many laps rank 0 has left in its file."""
+    task, over = progress.add_task(name, total=total), threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            progress.update(task, completed=lap_file.stat().st_size if lap_file.exists() else 0)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+        progress.remove_task(task)
