@@ -11,14 +11,19 @@ from rich.markup import escape
 
 from oktopk.bench.exchange import time_exchange
 from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_methods
+from oktopk.bench.models import check_model
 from oktopk.bench.provenance import provenance
+from oktopk.bench.step import BOUND, time_step
 from oktopk.bench.suite import Setting, bar, choose_links, measure
-from oktopk.bench.tables import table_of
+from oktopk.bench.tables import split_of, table_of
 from oktopk.errors import SettingError, within
 from oktopk.oneline import errors_in_a_line
 
 LSTM_NUMEL = 27_569_568
 """The parameters of the paper's speech recogniser."""
+
+PLAIN_WIDTH = 120
+"""Of what is printed where there is no terminal."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -63,6 +68,40 @@ def exchange(
         _show(result, json_)
 
 
+@app.command()
+def step(
+    model: Annotated[
+        str, typer.Option(help="lstman4 (27.6 M parameters), an4-small (1 M), wide (27 M, cheap), or module:factory.")
+    ] = "lstman4",
+    batch: Annotated[int, typer.Option(min=1, help="Examples of each rank.")] = 2,
+    density: Density = "0.01",
+    ranks: Ranks = "4",
+    mbit: Mbit = None,
+    methods: Methods = DEFAULT,
+    rounds: Rounds = 7,
+    seconds: Seconds = 300.0,
+    json_: Json = False,
+) -> None:
+    """Time a whole DDP step of a model, forward, backward and exchange, by each method in turn.
+
+    The row "no exchange" is the same step under no_sync(): what no method can beat.
+
+    A model of yours is module:factory. The factory takes no arguments and returns (net, batch, loss): an nn.Module,
+    batch(size, seed) -> (inputs, targets), and loss(net(*inputs), targets) -> scalar tensor. Inputs: a tensor, or a
+    tuple.
+
+    Example: sudo oktopk bench step --model wide --mbit 1000 --methods default,powersgd-1 --out results
+    """
+    with errors_in_a_line():
+        entries = [BOUND, *entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))]
+        settings, notes = _settings(ranks, mbit)
+        numel = check_model(model, batch)
+        with bar(_stderr()) as progress:
+            measured = [measure(time_step, (model, batch), entries, s, rounds, seconds, progress) for s in settings]
+        about = {"model": model, "batch": batch, "numel": numel}
+        _show({"bench": "step", **provenance(), "notes": notes, **about, "settings": measured}, json_)
+
+
 def _settings(ranks: str, mbit: str | None) -> tuple[list[Setting], list[str]]:
     """Return the settings, and what the user should know about them."""
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
@@ -83,12 +122,19 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result, allow_nan=False))
         return
-    console = Console(width=None, soft_wrap=True, highlight=False)
+    console = _stdout()
     for note in result["notes"]:
         console.print(f"[bold yellow]note[/] {escape(note)}")
     for setting in result["settings"]:
         title = f"{Setting(setting['ranks'], setting['mbit'])}, n = {result['numel']:,}, {setting['rounds']} laps"
         console.print(table_of(setting, title))
+        if result["bench"] == "step":
+            console.print("Median ms:\n" + "\n".join(escape(split_of(row)) for row in setting["rows"]))
+
+
+def _stdout() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def _stderr() -> Console:

@@ -109,7 +109,7 @@ class _LowRank:
         self.grads = [
             [part.view(shape) for part, shape in zip(torch.split(grad, sizes), shapes, strict=True)] for grad in pool
         ]
-        self.model = DistributedDataParallel(_Matrices(shapes), gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(_Matrices(shapes), gradient_as_bucket_view=True, init_sync=False)
         hook_powersgd(self.model, rank)
 
     def prepare(self, turn: int) -> None:  # noqa: ARG002

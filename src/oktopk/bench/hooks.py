@@ -1,6 +1,7 @@
-"""DDP with the rivals' own hooks."""
+"""DDP with the rivals' own hooks.
 
-from __future__ import annotations
+No annotations from the future here: DDP looks at those of a hook, and wants types.
+"""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ import torch
 
 from oktopk.algorithms import Algorithm, make_algorithm
 from oktopk.errors import SettingError, one_of
-from oktopk.wire import WIRES
+from oktopk.values import WIRES
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 DENSE = "dense"
 BF16 = "bf16"
+DEFAULT = "default"
 
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        DEFAULT: tuple(name for name in METHODS if name in (DENSE, BF16, "topka", "oktopk", *_NARROW)),
         "all": tuple(METHODS),
         "rivals": tuple(name for name, method in METHODS.items() if not isinstance(method, Ours)),
         "baselines": ("topka", "topkdsa", "gtopk", "gaussiank"),
         "ours": tuple(name for name in METHODS if name.startswith("oktopk")),
     }
 )
-
-DEFAULT = ",".join(name for name in METHODS if name in ("dense", "bf16", "topka", "oktopk", *_NARROW))
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -88,10 +88,10 @@ def parse_methods(text: str) -> tuple[str, ...]:
     >>> parse_methods("dense,baselines,topka")
     ('dense', 'topka', 'topkdsa', 'gtopk', 'gaussiank')
     """
+    known = (*METHODS, *GROUPS)
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise SettingError(f"no method in {text!r}; there is {', '.join((*METHODS, *GROUPS))}")
-    known = (*METHODS, *GROUPS)
+        raise SettingError(f"no method in {text!r}; there is {', '.join(known)}")
     found = [GROUPS.get(name, (name,)) for name in names if one_of("method", name, known)]
     return tuple(dict.fromkeys(method for group in found for method in group))
 

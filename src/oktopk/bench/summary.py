@@ -16,7 +16,10 @@ Row = dict[str, Any]
 
 def rows_of(entries: Sequence[Entry], ranks: Sequence[Sequence[Sequence[Lap]]]) -> list[Row]:
     """Return a row for each entry, given each rank's laps of each entry."""
-    rows = [_row(entry, [laps[i] for laps in ranks]) for i, entry in enumerate(entries)]
+    several = len({entry.density for entry in entries} - {None}) > 1
+    rows = [
+        {"name": _name(entry, several), **_row(entry, [laps[i] for laps in ranks])} for i, entry in enumerate(entries)
+    ]
     for rival in (DENSE, BF16):
         theirs = next((row["laps_s"] for row in rows if row["method"] == rival), None)
         for row in rows:
@@ -31,6 +34,11 @@ def times_faster(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, fl
     {'median': 2.0, 'min': 1.0, 'max': 4.0}
     """
     return spread([their / our for their, our in zip(theirs, ours, strict=True)])
+
+
+def _name(entry: Entry, several: bool) -> str:
+    """Return the method, with its density if there are several."""
+    return f"{entry.method} {entry.density:g}" if several and entry.density is not None else entry.method
 
 
 def _row(entry: Entry, ranks: Sequence[Sequence[Lap]]) -> Row:

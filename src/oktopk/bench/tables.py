@@ -21,24 +21,29 @@ def table_of(setting: dict[str, Any], title: str) -> Table:
     return table
 
 
+def split_of(row: Row) -> str:
+    """Return where the time of a step goes, by the slowest rank; what its own thread does overlaps backward."""
+    parts = {name: ms(seconds) for name, seconds in row["parts_s"].items()}
+    text = f"{row['name']}: forward {parts.pop('forward')} ms, backward {parts.pop('backward')}"
+    if "wait" not in parts:
+        return text
+    text += f", {parts.pop('wait')} of it waiting for the exchange: "
+    return text + ", ".join(f"{name} {spent}" for name, spent in parts.items())
+
+
 COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
 
 
 def cells_of(row: Row) -> list[str]:
     """Return what the table says of a row."""
     return [
-        name_of(row),
+        row["name"],
         ms_spread(row["seconds"]),
         times(row["x_dense"]),
         times(row["x_bf16"]),
         megabytes(row["sent_bytes"]),
         megabytes(row["record_bytes"]),
     ]
-
-
-def name_of(row: Row) -> str:
-    """Return the method, with its density if it has one."""
-    return row["method"] if row["density"] is None else f"{row['method']} {row['density']:.3g}"
 
 
 def ms(seconds: float | None) -> str:

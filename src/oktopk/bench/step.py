@@ -1,0 +1,108 @@
+"""`oktopk bench step`: a whole DDP step of a model (forward, backward, exchange), by each method."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.bench.hooks import hook_cast, hook_powersgd
+from oktopk.bench.laps import Lap, Laps, take_turns
+from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours, PowerSgd
+from oktopk.bench.models import Model, load_model
+from oktopk.ddp import Attached, attach
+
+BOUND = Entry("no exchange")
+"""Forward and backward under no_sync(): what no method can beat."""
+
+POOL = 3
+"""Batches made in advance and used in turn."""
+
+
+def time_step(model: str, batch: int, entries: Sequence[Entry], laps: Laps) -> list[list[Lap]]:
+    """Return the laps of each entry on this rank."""
+    loaded = load_model(model)
+    steps = [_Step(entry, loaded, batch) for entry in entries]
+    try:
+        return take_turns(steps, laps)
+    finally:
+        for step in steps:
+            step.close()
+
+
+class _Step:
+    """One model under DDP, with one method."""
+
+    def __init__(self, entry: Entry, loaded: Model, batch: int) -> None:
+        self.loss = loaded.loss
+        self.batches = [loaded.inputs(batch, seed=100 * dist.get_rank() + i) for i in range(POOL)]
+        self.model = _ddp(loaded)
+        self.attached = _arrange(self.model, entry)
+        self.no_sync = entry == BOUND
+        self.forward_s = self.backward_s = 0.0
+
+    def prepare(self, turn: int) -> None:  # noqa: ARG002
+        self.model.zero_grad()
+
+    def run(self, turn: int) -> None:
+        inputs, targets = self.batches[turn % POOL]
+        syncing: AbstractContextManager[None] = self.model.no_sync() if self.no_sync else nullcontext()
+        with syncing:
+            start = time.perf_counter()
+            loss = self.loss(self.model(*inputs), targets)
+            between = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.forward_s, self.backward_s = between - start, time.perf_counter() - between
+
+    def account(self) -> Lap:
+        parts = {"forward": self.forward_s, "backward": self.backward_s}
+        record = self.attached.last if self.attached else None
+        if record is None:
+            return {"record_bytes": 0 if self.no_sync else None, "parts": parts}
+        assert record.wait_seconds is not None
+        return {"record_bytes": record.sent_bytes, "parts": {**parts, "wait": record.wait_seconds, **record.seconds}}
+
+    def close(self) -> None:
+        if self.attached:
+            self.attached.detach()
+
+
+def _ddp(loaded: Model) -> DistributedDataParallel:
+    """Return a DDP of its own around the model; the weights, which no step changes, are the same memory for all."""
+    net = deepcopy(loaded.net)
+    for mine, shared in zip(net.parameters(), loaded.net.parameters(), strict=True):
+        mine.data = shared.data
+    # All ranks made the same weights: sending them once more for each method would take longer than the laps.
+    return DistributedDataParallel(net, gradient_as_bucket_view=True, init_sync=False)
+
+
+def _arrange(model: DistributedDataParallel, entry: Entry) -> Attached | None:
+    """Make the model exchange its gradients by the entry's method."""
+    if entry == BOUND:
+        return None
+    method = METHODS[entry.method]
+    if isinstance(method, Ours):
+        assert entry.density is not None
+        return _attach(model, method, entry.density)
+    if isinstance(method, PowerSgd):
+        hook_powersgd(model, method.rank)
+    elif isinstance(method, AllReduce) and method.dtype != torch.float32:
+        hook_cast(model, method.dtype)
+    return None
+
+
+def _attach(model: DistributedDataParallel, method: Ours, density: float) -> Attached:
+    """Attach, and let through of what that says only its warnings: the bar is on the same terminal."""
+    with redirect_stderr(io.StringIO()) as said:
+        attached = attach(model, method.make(density), dense_steps=0)
+    for line in said.getvalue().splitlines():
+        if "WARNING" in line:
+            sys.stderr.write(f"{line}\n")
+    return attached
