@@ -1,10 +1,15 @@
-"""What each algorithm should send: the tests hold the metered traffic to it, and a planner can ask before it trains.
+"""What each algorithm should send and take: the tests hold the metered traffic to it, and a planner can ask before it
+trains.
 
-A word is 4 bytes. `predict` is for one rank and one step after the first.
+A word is 4 bytes. `predict` is for one rank and one step after the first. With a `Machine`, which `oktopk bench probe`
+measures, a step is predicted in seconds:
+
+    computing  +  sum over calls of a collective of (alpha + beta * words)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -17,6 +22,16 @@ from oktopk.select import BAND, SKETCH, num_selected
 from oktopk.wire import HEADER_WORDS, Codec
 
 INT64_WORDS = 2
+SPARE_WORDS = 2
+"""What the values of several blocks may take over those of one: a word that is not full, and an int8 scale."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective of `Comm`, in which a rank sends so many words."""
+
+    collective: str
+    words: float
 
 
 @dataclass(frozen=True)
@@ -26,12 +41,14 @@ class Cost:
     least, most     words: the band that no step leaves, whatever the input
     typical         words: what the literature's formula says, for a gradient that does not change its character
     messages        messages sent, at most
+    calls           of a typical step, one after the other; where ranks do different things, on the busiest path
     """
 
     least: int
     typical: float
     most: int
     messages: int
+    calls: tuple[Call, ...] = ()
 
     def seconds(self, alpha_s: float, beta_s: float) -> float:
         """Return the time of a typical step on a link with `alpha_s` seconds a message and `beta_s` a word."""
@@ -43,17 +60,39 @@ class Cost:
             self.typical + other.typical,
             self.most + other.most,
             self.messages + other.messages,
+            self.calls + other.calls,
         )
 
 
-def exactly(words: int, messages: int) -> Cost:
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the ranks' machines and the network between them take, by collective.
+
+    alpha_s     seconds a call, however little it sends
+    beta_s      seconds a word that each rank sends, all at once; of all_reduce the summing as well
+    """
+
+    alpha_s: Mapping[str, float]
+    beta_s: Mapping[str, float]
+
+    def seconds(self, cost: Cost, computing_s: float = 0.0) -> float:
+        """Return how long a typical step takes whose ranks compute for so long between their messages.
+
+        >>> machine = Machine(alpha_s={"all_gather": 0.001}, beta_s={"all_gather": 4e-8})
+        >>> round(machine.seconds(predict(TopkA(density=0.01), 1_000_000, 2), computing_s=0.010), 4)
+        0.0128
+        """
+        return computing_s + sum(self.alpha_s[c.collective] + self.beta_s[c.collective] * c.words for c in cost.calls)
+
+
+def exactly(words: int, messages: int, *calls: Call) -> Cost:
     """Return the cost of what is the same on every step."""
-    return Cost(words, float(words), words, messages)
+    return Cost(words, float(words), words, messages, calls)
 
 
-def agreement(peers: int) -> Cost:
-    """Return the cost of telling every peer, in one number, that this rank's input is fine."""
-    return exactly(INT64_WORDS * peers, peers)
+def agreement(peers: int, collective: str = "all_gather") -> Cost:
+    """Return the cost of telling every peer one number: that this rank's input is fine, or how much is coming."""
+    return exactly(INT64_WORDS * peers, peers, Call(collective, INT64_WORDS * peers))
 
 
 @singledispatch
@@ -68,25 +107,32 @@ def predict(algorithm: Any, numel: int, size: int, rank: int = 0, segments: int 
 
 @predict.register
 def _(algorithm: Dense, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
+    words = ring_words(numel, size, rank)
+    return exactly(words, 2 * (size - 1), Call("all_reduce", words)) + agreement(size - 1)
+
+
+def ring_words(numel: int, size: int, rank: int = 0) -> int:
+    """Return what a rank sends in the all_reduce of a ring: every block but one, in each half of it."""
+    if size == 1:
+        return 0
     blocks = [(i + 1) * numel // size - i * numel // size for i in range(size)]
-    sent = sum(blocks) * 2 - blocks[(rank + 1) % size] - blocks[(rank + 2) % size]
-    return exactly(sent if size > 1 else 0, 2 * (size - 1)) + agreement(size - 1)
+    return sum(blocks) * 2 - blocks[(rank + 1) % size] - blocks[(rank + 2) % size]
 
 
 @predict.register
 def _(algorithm: TopkA, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
     k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
-    return exactly(codec.words(k) * (size - 1), size - 1) + agreement(size - 1)
+    words = codec.words(k) * (size - 1)
+    return exactly(words, size - 1, Call("all_gather", words)) + agreement(size - 1)
 
 
 @predict.register
 def _(algorithm: GaussianK, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
     k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
     peers = size - 1
-    pairs = Cost(
-        codec.words(0) * peers, float(codec.words(k) * peers), codec.words(max(int(BAND[1] * k), 1)) * peers, peers
-    )
-    return pairs + agreement(peers) + agreement(peers)  # the second: sizes
+    typical, most = codec.words(k) * peers, codec.words(max(int(BAND[1] * k), 1)) * peers
+    pairs = Cost(codec.words(0) * peers, float(typical), most, peers, (Call("all_to_all", typical),))
+    return agreement(peers) + agreement(peers, "all_to_all") + pairs  # the second: sizes
 
 
 @predict.register
@@ -95,7 +141,8 @@ def _(algorithm: GTopk, numel: int, size: int, rank: int = 0, segments: int = 1)
     distances = [1 << i for i in range((size - 1).bit_length())]
     up = sum(rank % (2 * distance) == distance for distance in distances)
     down = sum(rank % (2 * distance) == 0 and rank + distance < size for distance in distances)
-    return exactly(codec.words(k) * (up + down), up + down) + agreement(size - 1)
+    path = [Call("swap", codec.words(k))] * (2 * len(distances))  # all the way up and down, whoever is on it
+    return exactly(codec.words(k) * (up + down), up + down, *path) + agreement(size - 1)
 
 
 @predict.register
@@ -103,10 +150,12 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
     k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
     peers, length = size - 1, (rank + 1) * numel // size - rank * numel // size
     pair = codec.index_words + codec.value_words(2) / 2
-    split = Cost(HEADER_WORDS * peers, pair * k * peers / size, codec.words(k) + (HEADER_WORDS + 1) * peers, peers)
-    dense = codec.value_words(length) * peers
-    gather = Cost(0, min(pair * k * peers / size, dense), dense, peers)
-    return (split if peers else exactly(0, 0)) + gather + sum_of([agreement(peers)] * 3)
+    typical, dense = pair * k * peers / size, codec.value_words(length) * peers
+    most = codec.words(k) + (HEADER_WORDS + SPARE_WORDS) * peers
+    split = Cost(HEADER_WORDS * peers, typical, most, peers, (Call("all_to_all", typical),))
+    gather = Cost(0, min(typical, dense), dense, peers, (Call("all_to_all", min(typical, dense)),))
+    sizes = agreement(peers, "all_to_all")
+    return (split if peers else exactly(0, 0)) + gather + sum_of([agreement(peers), sizes, sizes])
 
 
 @predict.register
@@ -114,7 +163,8 @@ def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1
     k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
     peers = size - 1
     if algorithm.mode == "bounded":
-        return exactly(2 * codec.words(room(k, algorithm.slack, size)) * peers, 2 * peers)
+        words = codec.words(room(k, algorithm.slack, size)) * peers
+        return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
     return _paper(k, int(algorithm.cap * k), codec, size, segments)
 
 
@@ -125,13 +175,17 @@ def _paper(k: int, cap: int, codec: Codec, size: int, segments: int) -> Cost:
         return exactly(0, 0)
     pair = codec.index_words + codec.value_words(2) / 2
     buckets = peers * (1 + cap // BUCKET_PAIRS)
-    split = codec.words(cap) + (HEADER_WORDS + 1) * buckets
-    gather = (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + (HEADER_WORDS + 1) * peers
+    split = codec.words(cap) + (HEADER_WORDS + SPARE_WORDS) * buckets
+    gather = (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + (HEADER_WORDS + SPARE_WORDS) * peers
     summed = 4 * 256 + (size + 1) + segments  # int64 and float64: the radix select, the cuts, the scales
     agreed = INT64_WORDS * (2 * summed + 5 * peers) + (SKETCH + 1) * peers
     # Messages: sums for radix select (four), cuts and scales; verdict, counts, sizes twice, sketch, balance and
     # gather.
-    return Cost(0, 3 * pair * k * peers / size, split + gather + agreed, 12 * peers + 7 * peers + buckets)
+    third = pair * k * peers / size
+    told = Call("all_gather", INT64_WORDS * peers)
+    balance = (Call("all_to_all", third), Call("all_gather", third))
+    calls = (told, Call("all_to_all", INT64_WORDS * peers), *[Call("swap", third / peers)] * peers, told, *balance)
+    return Cost(0, 3 * third, split + gather + agreed, 12 * peers + 7 * peers + buckets, calls)
 
 
 def sum_of(costs: list[Cost]) -> Cost:

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 
 from oktopk.bench.exchange import time_exchange
-from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_methods
+from oktopk.bench.forecast import error_percent
+from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, Entry, entries_of, parse_methods
 from oktopk.bench.models import check_model
 from oktopk.bench.provenance import provenance
 from oktopk.bench.step import BOUND, time_step
-from oktopk.bench.suite import Setting, bar, choose_links, measure
-from oktopk.bench.tables import split_of, table_of
+from oktopk.bench.suite import Setting, bar, choose_links, measure, probe
+from oktopk.bench.tables import probe_table, split_of, table_of
 from oktopk.errors import SettingError, within
 from oktopk.oneline import errors_in_a_line
 
@@ -63,9 +65,22 @@ def exchange(
         entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
         settings, notes = _settings(ranks, mbit)
         with bar(_stderr()) as progress:
-            measured = [measure(time_exchange, (numel,), entries, s, rounds, seconds, progress) for s in settings]
+            measured = [_predicted_and_measured(numel, entries, s, rounds, seconds, progress) for s in settings]
         result = {"bench": "exchange", **provenance(), "notes": notes, "numel": numel, "settings": measured}
         _show(result, json_)
+
+
+def _predicted_and_measured(
+    numel: int, entries: list[Entry], setting: Setting, rounds: int, seconds: float, progress: Progress
+) -> dict[str, Any]:
+    """Return what was measured, each row with what the probe, run before, had predicted."""
+    forecast = probe(numel, entries, setting, progress)
+    measured = measure(time_exchange, (numel,), entries, setting, rounds, seconds, progress)
+    for entry, row in zip(entries, measured["rows"], strict=True):
+        predicted_s = forecast.seconds(entry, numel, setting.ranks)
+        row["predicted_s"] = predicted_s
+        row["error_percent"] = error_percent(predicted_s, row["seconds"]["median"])
+    return {**measured, "probe": forecast.to_json()}
 
 
 @app.command()
@@ -102,6 +117,30 @@ def step(
         _show({"bench": "step", **provenance(), "notes": notes, **about, "settings": measured}, json_)
 
 
+@app.command("probe")
+def probe_command(
+    numel: Annotated[int, typer.Option(min=1, help="Elements of the gradient that is to be predicted.")] = LSTM_NUMEL,
+    density: Density = "0.01",
+    ranks: Ranks = "4",
+    mbit: Mbit = None,
+    methods: Methods = DEFAULT,
+    json_: Json = False,
+) -> None:
+    """Measure what a call, a word and the computing take here: what an exchange is predicted from.
+
+    Example: sudo oktopk bench probe --ranks 4 --mbit 100
+    """
+    with errors_in_a_line():
+        entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
+        settings, notes = _settings(ranks, mbit)
+        with bar(_stderr()) as progress:
+            probed = [
+                {"ranks": s.ranks, "mbit": s.mbit, "probe": probe(numel, entries, s, progress).to_json()}
+                for s in settings
+            ]
+        _show({"bench": "probe", **provenance(), "notes": notes, "numel": numel, "settings": probed}, json_)
+
+
 def _settings(ranks: str, mbit: str | None) -> tuple[list[Setting], list[str]]:
     """Return the settings, and what the user should know about them."""
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
@@ -126,6 +165,9 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     for note in result["notes"]:
         console.print(f"[bold yellow]note[/] {escape(note)}")
     for setting in result["settings"]:
+        if result["bench"] == "probe":
+            console.print(probe_table(setting["probe"], str(Setting(setting["ranks"], setting["mbit"]))))
+            continue
         title = f"{Setting(setting['ranks'], setting['mbit'])}, n = {result['numel']:,}, {setting['rounds']} laps"
         console.print(table_of(setting, title))
         if result["bench"] == "step":

@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.algorithms import Algorithm
+from oktopk.bench.gradients import make_pool
 from oktopk.bench.hooks import hook_powersgd
 from oktopk.bench.laps import Contender, Lap, Laps, take_turns
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
 from oktopk.comm import Metered, ProcessGroupComm
 from oktopk.reducer import Reducer
-
-POOL = 3
-"""Gradients made in advance and used in turn, so that making them is not timed."""
 
 MATRIX_SIDE = 2048
 """PowerSGD works on matrices: the gradient is given to it as matrices of at most so many rows and columns."""
@@ -26,14 +23,8 @@ MATRIX_SIDE = 2048
 
 def time_exchange(numel: int, entries: Sequence[Entry], laps: Laps) -> list[list[Lap]]:
     """Return the laps of each entry on this rank."""
-    pool = [heavy_tailed(numel, seed=100 * dist.get_rank() + i) for i in range(POOL)]
-    scratch = torch.zeros(numel)
+    pool, scratch = make_pool(numel), torch.zeros(numel)
     return take_turns([make_contender(entry, pool, scratch) for entry in entries], laps)
-
-
-def heavy_tailed(numel: int, seed: int) -> Tensor:
-    """Return a gradient of which few elements carry most."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).pow_(3)
 
 
 def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Contender:

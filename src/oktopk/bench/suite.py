@@ -13,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from oktopk.bench.forecast import Forecast, make_forecast
 from oktopk.bench.laps import WARM_UP, Laps
 from oktopk.bench.methods import Entry
 from oktopk.bench.netlab import LabError, check_possible
+from oktopk.bench.probe import probe_rank
 from oktopk.bench.processes import run_processes, threads_for
 from oktopk.bench.summary import rows_of
 from oktopk.errors import SettingError
@@ -90,6 +92,15 @@ def bar(console: Console) -> Progress:
     """Return the bar; start it with `with`."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("laps"))
     return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+
+
+def probe(numel: int, entries: Sequence[Entry], setting: Setting, progress: Progress) -> Forecast:
+    """Return what the setting's machine takes, measured on every rank."""
+    task = progress.add_task(f"{setting}: probe", total=None)
+    try:
+        return make_forecast(in_setting(setting, probe_rank, numel, entries), entries, numel)
+    finally:
+        progress.remove_task(task)
 
 
 @contextmanager

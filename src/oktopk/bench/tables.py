@@ -14,11 +14,16 @@ UNKNOWN = "n/a"
 def table_of(setting: dict[str, Any], title: str) -> Table:
     """Return the rows of one setting as a table."""
     table = Table(title=title, title_justify="left")
-    for i, column in enumerate(COLUMNS):
+    for i, column in enumerate(columns_of(setting)):
         table.add_column(column, justify="right" if i else "left")
     for row in setting["rows"]:
         table.add_row(*cells_of(row))
     return table
+
+
+def columns_of(setting: dict[str, Any]) -> tuple[str, ...]:
+    """Return the columns of a setting's table: an exchange is predicted, a step is not."""
+    return COLUMNS + (PREDICTED if "predicted_s" in setting["rows"][0] else ())
 
 
 def split_of(row: Row) -> str:
@@ -32,11 +37,12 @@ def split_of(row: Row) -> str:
 
 
 COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
+PREDICTED = ("predicted ms", "error")
 
 
 def cells_of(row: Row) -> list[str]:
     """Return what the table says of a row."""
-    return [
+    cells = [
         row["name"],
         ms_spread(row["seconds"]),
         times(row["x_dense"]),
@@ -44,6 +50,7 @@ def cells_of(row: Row) -> list[str]:
         megabytes(row["sent_bytes"]),
         megabytes(row["record_bytes"]),
     ]
+    return [*cells, ms(row["predicted_s"]), percent(row["error_percent"])] if "predicted_s" in row else cells
 
 
 def ms(seconds: float | None) -> str:
@@ -59,6 +66,25 @@ def ms_spread(seconds: dict[str, float]) -> str:
 def times(ratio: dict[str, float] | None) -> str:
     """Return the median of a ratio."""
     return UNKNOWN if ratio is None else f"{ratio['median']:.2f}"
+
+
+def percent(error: float | None) -> str:
+    """Return a deviation with its sign."""
+    return UNKNOWN if error is None else f"{error:+.0f} %"
+
+
+def probe_table(probe: dict[str, Any], title: str) -> Table:
+    """Return what a call and a word take, by collective, and what each method computes."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(("", "ms a call", "ns a word", "as Mbit/s", "computing, ns an element")):
+        table.add_column(column, justify="right" if i else "left")
+    for name, alpha_s in probe["alpha_s"].items():
+        beta_s = probe["beta_s_per_word"][name]
+        table.add_row(name, ms(alpha_s), f"{1e9 * beta_s:.3g}", f"{32e-6 / beta_s:.0f}" if beta_s else UNKNOWN, "")
+    for row in probe["computing_s_per_element"]:
+        seconds = UNKNOWN if row["seconds"] is None else f"{1e9 * row['seconds']:.3g}"
+        table.add_row(f"{row['method']} {'' if row['density'] is None else row['density']}", "", "", "", seconds)
+    return table
 
 
 def megabytes(count: float | None) -> str:
