@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from oktopk.bench.netlab import Host, Lab
 
@@ -23,28 +23,44 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 DEADLINE_S = 900.0
 
 
-def run_processes(fn: Callable[..., Any], size: int, *args: Any, mbit: float | None = None) -> list[Any]:
+def run_processes(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    mbit: float | None = None,
+    delay_ms: float = 0.0,
+    loss: float = 0.0,
+) -> list[Any]:
     """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON.
 
-    With `mbit` each process is a host of its own, with a link of that speed (0: as fast as it goes); else they talk
-    over the loopback.
+    With `mbit`, `delay_ms` or `loss` each process is a host of its own, with a link of that speed (0: as fast as it
+    goes) on a network with that delay, one way, and that loss; else they talk over the loopback.
     """
-    if mbit is None:
-        return _run(fn, size, args, [])
-    with Lab(size, mbit) as lab:
-        return _run(fn, size, args, lab.hosts)
+    if mbit is None and not delay_ms and not loss:
+        return _run(fn, size, args, None)
+    with Lab(size, mbit or 0.0, delay_ms, loss) as lab:
+        return _run(fn, size, args, lab)
 
 
-def _run(fn: Callable[..., Any], size: int, args: tuple[Any, ...], hosts: list[Host]) -> list[Any]:
+def _run(fn: Callable[..., Any], size: int, args: tuple[Any, ...], lab: Lab | None) -> list[Any]:
+    hosts = lab.hosts if lab else []
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(_process, (size, folder, fn, args, hosts), nprocs=size, join=False)  # type: ignore[no-untyped-call]
-        deadline = time.monotonic() + DEADLINE_S
-        while not context.join(timeout=5.0):
-            if time.monotonic() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"the benchmark's processes did not end within {DEADLINE_S:g} s")
+        try:
+            _wait(context, lab)
+        finally:
+            for process in context.processes:
+                process.kill()
         return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(size)]
+
+
+def _wait(context: ProcessContext, lab: Lab | None) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not context.join(timeout=1.0):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the benchmark's processes did not end within {DEADLINE_S:g} s")
+        if lab:
+            lab.check()
 
 
 def num_cores() -> int:
