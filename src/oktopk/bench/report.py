@@ -1,0 +1,89 @@
+"""The results as files: JSON with everything, CSV with a row for each method and setting, plots, and a page."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from oktopk.bench.plot import draw, plots_of
+from oktopk.bench.settings import Setting, link_name
+from oktopk.bench.summary import Row
+from oktopk.bench.tables import cells_of, columns_of, split_of
+from oktopk.errors import SettingError
+
+JSON, CSV, PAGE = "results.json", "results.csv", "index.html"
+NEEDED = ("matplotlib", "jinja2")
+
+
+def check_possible() -> None:
+    """Raise, before anything is measured, if what draws and writes the page is missing."""
+    for module in NEEDED:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise SettingError(
+                f"--out draws plots and writes a page with {module}: pip install 'oktopk[report]'"
+            ) from None
+
+
+def write_json(result: dict[str, Any], folder: Path) -> None:
+    """Write all that is known so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JSON).write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
+
+
+def write_report(result: dict[str, Any], folder: Path) -> None:
+    """Write everything into the folder."""
+    write_json(result, folder)
+    rows = [_csv_row(setting, row, result) for setting in result["settings"] for row in setting["rows"]]
+    with (folder / CSV).open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    svgs = [_inline(draw(plot, folder)) for plot in plots_of(result)]
+    (folder / PAGE).write_text(_page(result, svgs))
+
+
+def _csv_row(setting: dict[str, Any], row: Row, result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "bench": result["bench"],
+        "model": result.get("model"),
+        "numel": result["numel"],
+        "ranks": setting["ranks"],
+        "link": link_name(setting["mbit"]),
+        "mbit": setting["mbit"],
+        "method": row["method"],
+        "density": row["density"],
+        "rounds": setting["rounds"],
+        **{f"{key}_s": value for key, value in row["seconds"].items()},
+        **{f"x_{rival}": row[f"x_{rival}"] and row[f"x_{rival}"]["median"] for rival in ("dense", "bf16")},
+        "sent_bytes": row["sent_bytes"],
+        "record_bytes": row["record_bytes"],
+        "predicted_s": row.get("predicted_s"),
+        "error_percent": row.get("error_percent"),
+    }
+
+
+def _inline(svg: Path) -> str:
+    """Return the drawing without what only a file of its own may begin with."""
+    text = svg.read_text()
+    return text[text.index("<svg") :]
+
+
+def _page(result: dict[str, Any], svgs: list[str]) -> str:
+    from jinja2 import Environment, PackageLoader
+
+    page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True).get_template("page.html")
+    tables = [
+        {
+            "title": f"{Setting(setting['ranks'], setting['mbit'])}, {setting['rounds']} laps",
+            "columns": columns_of(setting),
+            "rows": [cells_of(row) for row in setting["rows"]],
+            "split": [split_of(row) for row in setting["rows"]] if result["bench"] == "step" else [],
+        }
+        for setting in result["settings"]
+    ]
+    return page.render(result=result, tables=tables, svgs=svgs)
