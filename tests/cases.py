@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, StepRecord, TopkA, TopkDSA
+from oktopk.values import WIRES
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -19,11 +20,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def algorithms(density: float, **periods: int) -> dict[str, Any]:
     """Return every algorithm in every setting that changes what it does, by name."""
     made: dict[str, Any] = {"dense": Dense()}
-    for wire in ("fp32", "bf16"):
+    for wire in WIRES:
         for cls in (TopkA, TopkDSA, GTopk, GaussianK):
             made[f"{cls.__name__.lower()}-{wire}"] = cls(density=density, wire=wire)
         for mode in ("bounded", "paper"):
-            for ranking in ("magnitude", "scaled"):
+            for ranking in ("scaled",) if wire == "int8" else ("magnitude", "scaled"):
                 made[f"oktopk-{mode}-{ranking}-{wire}"] = OkTopk(
                     density=density, mode=mode, ranking=ranking, wire=wire, **periods
                 )

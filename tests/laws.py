@@ -19,8 +19,8 @@ WORD_BYTES = 4
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors are the same to the last bit: unlike `equal`, this tells -0.0 from 0.0 and knows NaN."""
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return False
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape or not ours.numel():
+        return ours.dtype == theirs.dtype and ours.shape == theirs.shape
     return torch.equal(ours.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8))
 
 
@@ -97,9 +97,10 @@ def predicted(case: Case, rank: int) -> Cost:
 
 
 def bounded_words(case: Case) -> int:
-    """Return 4c(P-1) words with c = ceil(slack k/P), and the two headers a peer gets."""
+    """Return 4c(P-1) words with c = ceil(slack k/P), and the two headers a peer gets (with int8, a scale in each)."""
     capacity = -(-case.algorithm.slack * wanted(case) // case.size)
-    return int(4 * capacity + 2 * HEADER_WORDS) * (case.size - 1)
+    header = HEADER_WORDS + (case.algorithm.wire == "int8")
+    return int(4 * capacity + 2 * header) * (case.size - 1)
 
 
 def check_selected(case: Case, steps: Sequence[Step]) -> None:

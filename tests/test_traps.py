@@ -325,7 +325,7 @@ def test_a_sum_that_overflows_poisons_the_residual(name: str, dtype: torch.dtype
 # ---- indices exact above 2^24 (never inside float32)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("numel", [2**24 + 10, 2**25 + 3, 2**31 - 1, 2**31, 2**33 + 5])
 def test_indices_inside_float32(numel: int, wire: str) -> None:
     index = torch.tensor([0, 2**24 - 1, 2**24 + 1, 2**24 + 3, 2**24 + 5, numel - 2, numel - 1]).unique()

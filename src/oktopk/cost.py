@@ -22,8 +22,8 @@ from oktopk.select import BAND, SKETCH, num_selected
 from oktopk.wire import HEADER_WORDS, Codec
 
 INT64_WORDS = 2
-SPARE_WORDS = 2
-"""What the values of several blocks may take over those of one: a word that is not full, and an int8 scale."""
+SPARE_WORDS = {"fp32": 1, "bf16": 1, "int8": 2}
+"""What the values of one more block may take: a word that is not full, and an int8 scale."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
     peers, length = size - 1, (rank + 1) * numel // size - rank * numel // size
     pair = codec.index_words + codec.value_words(2) / 2
     typical, dense = pair * k * peers / size, codec.value_words(length) * peers
-    most = codec.words(k) + (HEADER_WORDS + SPARE_WORDS) * peers
+    most = codec.words(k) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * peers
     split = Cost(HEADER_WORDS * peers, typical, most, peers, (Call("all_to_all", typical),))
     gather = Cost(0, min(typical, dense), dense, peers, (Call("all_to_all", min(typical, dense)),))
     sizes = agreement(peers, "all_to_all")
@@ -175,8 +175,10 @@ def _paper(k: int, cap: int, codec: Codec, size: int, segments: int) -> Cost:
         return exactly(0, 0)
     pair = codec.index_words + codec.value_words(2) / 2
     buckets = peers * (1 + cap // BUCKET_PAIRS)
-    split = codec.words(cap) + (HEADER_WORDS + SPARE_WORDS) * buckets
-    gather = (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + (HEADER_WORDS + SPARE_WORDS) * peers
+    split = codec.words(cap) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * buckets
+    gather = (
+        (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * peers
+    )
     summed = 4 * 256 + (size + 1) + segments  # int64 and float64: the radix select, the cuts, the scales
     agreed = INT64_WORDS * (2 * summed + 5 * peers) + (SKETCH + 1) * peers
     # Messages: sums for radix select (four), cuts and scales; verdict, counts, sizes twice, sketch, balance and

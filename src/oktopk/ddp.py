@@ -252,7 +252,7 @@ class Attached:
         total = [parameter.numel() for parameter in self._exchange.parameters.values()]
         sparse = sum(total) - sum(dense)
         steps = self._exchange.settings.dense_steps
-        kernel = kernels_for(self._exchange.lanes[0].residual.held.device).NAME if self._exchange.lanes else "none"
+        kernel = kernels_for(self._exchange.lanes[0].residual.held).NAME if self._exchange.lanes else "none"
         sys.stderr.write(
             f"oktopk: {self.algorithm} on {self._exchange.comm.size} ranks; "
             f"{f'{steps} dense steps, then sparse' if steps else 'sparse from the first step'}; "

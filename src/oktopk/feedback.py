@@ -36,17 +36,31 @@ class Residual:
         Sets `nonfinite_at` to the index in acc of its first NaN or Inf (-1: none).
         """
         acc = self._acc[at]
-        bad = kernels_for(grad.device).accumulate(grad, self.held[at], acc, scale, decay)
+        bad = kernels_for(acc).accumulate(grad, self.held[at], acc, scale, decay)
         self.nonfinite_at = bad + (at.start or 0) if bad >= 0 else -1
         return acc
 
-    def retain_(self, taken: Tensor | slice, returned: Sequence[Sparse | Tensor] = (), at: slice = EVERYTHING) -> None:
-        """Make acc (or the part of it `at` a slice) what remains: `taken` is zeroed, what was `returned` is added."""
+    def retain_(
+        self,
+        taken: Tensor | slice,
+        returned: Sequence[Sparse | Tensor] = (),
+        at: slice = EVERYTHING,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Make acc (or the part of it `at` a slice) what remains: where it was `taken`, nothing, or what was `kept`.
+
+        What was `returned` is added.
+        """
         acc = self._acc[at]
-        acc[taken] = 0
+        if isinstance(taken, slice) or taken.dtype == torch.bool:
+            acc[taken] = 0 if kept is None else kept
+        elif kept is None:
+            acc.index_fill_(0, taken, 0)  # a third of the time of acc[taken] = 0
+        else:
+            acc.index_copy_(0, taken, kept)
         for part in returned:
             if isinstance(part, Sparse):
-                acc[part.index] += part.value
+                acc.index_add_(0, part.index, part.value)
             else:
                 acc += part
 

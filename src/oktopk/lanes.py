@@ -30,7 +30,8 @@ from oktopk.plan import Plan
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
-from oktopk.wire import WORD_BYTES, round_to
+from oktopk.values import round_to
+from oktopk.wire import WORD_BYTES
 
 FIRST_LANE_BYTES = 1 << 20
 """The first lane is small, as DDP's first bucket is, so that the exchange starts early."""
@@ -254,7 +255,7 @@ class Lane:
         sparse = [(span, grads[name]) for name, span in self._spans.items() if span.start < split]
         lost = _write_mean_(reduced.sum, sparse, factor)
         rounding = [] if lost is None else [Sparse(lost.index, lost.value / plan.loss_scale, lost.numel)]
-        self.residual.retain_(reduced.taken, (*reduced.returned, *rounding), slice(0, split))
+        self.residual.retain_(reduced.taken, (*reduced.returned, *rounding), slice(0, split), reduced.kept)
         if self.velocity is not None and plan.momentum is not None and plan.momentum.masking:
             self.velocity.retain_(reduced.taken, at=slice(0, split))
 
@@ -367,8 +368,7 @@ def _write_mean_(total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], 
     cuts = torch.tensor([span.start for span, _ in grads] + [total.numel], device=total.index.device)
     ends = torch.searchsorted(total.index, cuts).tolist()
     for (span, grad), i, j in zip(grads, ends, ends[1:], strict=False):
-        grad.zero_()
-        grad[total.index[i:j] - span.start] = rounded[i:j]
+        grad.zero_().index_copy_(0, total.index[i:j] - span.start, rounded[i:j])
     if rounded.dtype == value.dtype:
         return None
     return Sparse(total.index, value - rounded.to(value.dtype), total.numel)

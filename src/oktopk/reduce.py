@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from oktopk.kernels import kernels_for
 from oktopk.sparse import Sparse
 
 
 def merge(parts: Sequence[Sparse]) -> Sparse:
     """Return the sum of the parts, in their order; an index stays even where its values cancel."""
-    index, place = torch.unique(torch.cat([part.index for part in parts]), return_inverse=True)
-    value = parts[0].value.new_zeros(len(index))
-    for part, where in zip(parts, torch.split(place, [part.nnz for part in parts]), strict=True):
-        value[where] += part.value
+    kernels = kernels_for(max((part.index for part in parts), key=len))
+    index, value = kernels.merge([part.index for part in parts], [part.value for part in parts])
     return Sparse(index, value, parts[0].numel)

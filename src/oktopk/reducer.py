@@ -19,7 +19,8 @@ from oktopk.plain import from_plain, to_plain
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
-from oktopk.wire import WORD_BYTES, round_to
+from oktopk.values import round_to
+from oktopk.wire import WORD_BYTES
 
 VERSION = 1
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -119,7 +120,7 @@ class Reducer:
             return self._skip(grad, out)
         with self._comm.phase("apply"):
             mean, rounding = _mean(reduced.sum, self._comm.size, grad, out)
-            self._residual.retain_(reduced.taken, (*reduced.returned, *rounding))
+            self._residual.retain_(reduced.taken, (*reduced.returned, *rounding), kept=reduced.kept)
             self._residual.commit_()
         self._record(reduced)
         return mean
@@ -237,8 +238,7 @@ def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -
     value = (total.value if isinstance(total, Sparse) else total) / size
     rounded = round_to(value, grad.dtype)
     if isinstance(total, Sparse):
-        flat.zero_()
-        flat[total.index] = rounded
+        flat.zero_().index_copy_(0, total.index, rounded)
     else:
         flat.copy_(rounded)
     if rounded.dtype == value.dtype:

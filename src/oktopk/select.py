@@ -106,7 +106,7 @@ class Ranking:
 
 def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
     """Return the sorted indices of the elements that reach the threshold."""
-    return kernels_for(acc.device).at_least(acc, ranking.bounds.tolist(), ranking.thresholds(threshold))
+    return kernels_for(acc).at_least(acc, ranking.bounds.tolist(), ranking.thresholds(threshold))
 
 
 def at_most(index: Tensor, limit: int, turn: int) -> Tensor:
@@ -168,11 +168,15 @@ def top_k(score: Tensor, k: int) -> Tensor:
     if not k:
         return torch.empty(0, dtype=torch.int64, device=score.device)
     threshold = kth_largest(score, min(k, len(score)))
-    above = (score > threshold).nonzero().view(-1)
     if threshold == 0:
-        return above
-    ties = (score == threshold).nonzero().view(-1)[: k - len(above)]
-    return torch.cat([above, ties]).sort().values
+        return (score > 0).nonzero().view(-1)
+    reach = (score >= threshold).nonzero().view(-1)
+    if len(reach) > k:
+        ties = (score[reach] == threshold).nonzero().view(-1)
+        keep = torch.ones_like(reach, dtype=torch.bool)
+        keep[ties[len(ties) - (len(reach) - k) :]] = False
+        reach = reach[keep]
+    return reach
 
 
 def exact_threshold(acc: Tensor, k: int, ranking: Ranking) -> float:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oktopk.kernels import kernels_for
+
 
 @dataclass(frozen=True)
 class Sparse:
@@ -91,7 +93,4 @@ class Sparse:
 
     def holds(self, index: Tensor) -> Tensor:
         """Return the mask of those of `index` (sorted) that are held here."""
-        if not self.nnz:
-            return torch.zeros_like(index, dtype=torch.bool)
-        place = torch.searchsorted(self.index, index).clamp_(max=self.nnz - 1)
-        return self.index[place] == index
+        return kernels_for(index).holds(self.index, index)

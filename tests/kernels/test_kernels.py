@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk.kernels import cpu, kernels_for, reference
+from oktopk.kernels import WORTH_COMPILING, Kernels, compiled, cpu, kernels_for, reference
 from oktopk.kernels.cpu import PIECE
 from tests.laws import same_bits
 
@@ -24,9 +24,17 @@ def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+@pytest.fixture(params=[cpu, compiled], ids=["numpy", "numba"])
+def fast(request: pytest.FixtureRequest) -> Kernels:
+    """The kernels that must give the reference's bits."""
+    kernels: Kernels = request.param
+    return kernels
+
+
 def test_the_cpu_has_its_own_and_other_devices_the_reference() -> None:
-    assert kernels_for(torch.device("cpu")) is cpu
-    assert kernels_for(torch.device("meta")) is reference
+    assert kernels_for(torch.zeros(WORTH_COMPILING)) is compiled
+    assert kernels_for(torch.zeros(9)) is cpu
+    assert kernels_for(torch.zeros(9, device="meta")) is reference
 
 
 # ---- at_least
@@ -39,19 +47,19 @@ def segments_of(numel: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_at_least_is_the_references(numel: int, dtype: torch.dtype) -> None:
+def test_at_least_is_the_references(fast: Kernels, numel: int, dtype: torch.dtype) -> None:
     acc = random(numel, dtype)
     for bounds in segments_of(numel):
         for base in (0.0, 0.5, 2.0, 100.0):  # all, some, few, none
             thresholds = [base * (1 + i / 10) for i in range(len(bounds) - 1)]
-            found = cpu.at_least(acc, bounds, thresholds)
+            found = fast.at_least(acc, bounds, thresholds)
             assert torch.equal(found, reference.at_least(acc, bounds, thresholds))
             assert found.dtype == torch.int64
             assert bool((found.diff() > 0).all())
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("kernels", [cpu, compiled, reference], ids=["numpy", "numba", "reference"])
 @given(values=st.lists(st.sampled_from(AWKWARD), max_size=30), threshold=st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.5]))
 def test_at_least_is_what_its_words_say(
     kernels: object, dtype: torch.dtype, values: list[float], threshold: float
@@ -64,26 +72,26 @@ def test_at_least_is_what_its_words_say(
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_at_least_at_ties_across_pieces(dtype: torch.dtype) -> None:
+def test_at_least_at_ties_across_pieces(fast: Kernels, dtype: torch.dtype) -> None:
     acc = torch.full((PIECE + 7,), -1.5, dtype=dtype)
     bounds = [0, PIECE - 2, PIECE + 7]
-    assert torch.equal(cpu.at_least(acc, bounds, [1.5, 1.5]), torch.arange(PIECE + 7))
-    assert len(cpu.at_least(acc, bounds, [1.5000001, 1.5000001])) == 0
-    assert torch.equal(cpu.at_least(acc, bounds, [2.0, 1.5]), torch.arange(PIECE - 2, PIECE + 7))
+    assert torch.equal(fast.at_least(acc, bounds, [1.5, 1.5]), torch.arange(PIECE + 7))
+    assert len(fast.at_least(acc, bounds, [1.5000001, 1.5000001])) == 0
+    assert torch.equal(fast.at_least(acc, bounds, [2.0, 1.5]), torch.arange(PIECE - 2, PIECE + 7))
 
 
 @pytest.mark.parametrize("threshold", [1e39, 1e300, math.inf])
 def test_a_threshold_that_float32_cannot_hold_is_reached_by_nothing(threshold: float) -> None:
     """A scale times a score may be that large; it must be no warning and no overflow."""
     acc = torch.tensor([3e38, 1.0])
-    for kernels in (cpu, reference):
+    for kernels in (cpu, compiled, reference):
         assert len(kernels.at_least(acc, [0, 2], [threshold])) == 0
 
 
-def test_at_least_leaves_its_input_alone() -> None:
+def test_at_least_leaves_its_input_alone(fast: Kernels) -> None:
     acc = random(PIECE + 1, torch.float32)
     before = acc.clone()
-    cpu.at_least(acc, [0, PIECE + 1], [0.5])
+    fast.at_least(acc, [0, PIECE + 1], [0.5])
     assert same_bits(acc, before)
 
 
@@ -92,23 +100,23 @@ def test_at_least_leaves_its_input_alone() -> None:
 
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_accumulate_is_the_references(numel: int, dtype: torch.dtype) -> None:
+def test_accumulate_is_the_references(fast: Kernels, numel: int, dtype: torch.dtype) -> None:
     held = random(numel, dtype, seed=1)
     for narrow in NARROW[dtype]:
         grad = random(numel, narrow, seed=2)
         ours, theirs = torch.empty_like(held), torch.empty_like(held)
-        assert cpu.accumulate(grad, held, ours) == reference.accumulate(grad, held, theirs) == -1
+        assert fast.accumulate(grad, held, ours) == reference.accumulate(grad, held, theirs) == -1
         assert same_bits(ours, theirs)
         assert same_bits(ours, held + grad.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize(("scale", "decay"), [(0.25, 1.0), (1.0, 0.9), (-3.0, 0.5), (0.0, 0.0)])
-def test_accumulate_scales_and_decays(scale: float, decay: float, dtype: torch.dtype) -> None:
+def test_accumulate_scales_and_decays(fast: Kernels, scale: float, decay: float, dtype: torch.dtype) -> None:
     held, grad = random(PIECE + 5, dtype, seed=1), random(PIECE + 5, dtype, seed=2)
     ours, theirs = torch.empty_like(held), torch.empty_like(held)
     assert (
-        cpu.accumulate(grad, held, ours, scale, decay) == reference.accumulate(grad, held, theirs, scale, decay) == -1
+        fast.accumulate(grad, held, ours, scale, decay) == reference.accumulate(grad, held, theirs, scale, decay) == -1
     )
     assert same_bits(ours, theirs)
     assert torch.allclose(ours.double(), decay * held.double() + scale * grad.double(), atol=1e-5)
@@ -116,28 +124,28 @@ def test_accumulate_scales_and_decays(scale: float, decay: float, dtype: torch.d
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("at", [[0], [PIECE - 1], [PIECE], [PIECE + 9], [2 * PIECE + 2], [PIECE + 1, 3], [5, PIECE]])
-def test_accumulate_finds_the_first_that_is_not_finite(at: list[int], poison: float) -> None:
+def test_accumulate_finds_the_first_that_is_not_finite(fast: Kernels, at: list[int], poison: float) -> None:
     grad = random(2 * PIECE + 3, torch.float32)
     grad[at] = poison
     held, out = torch.zeros_like(grad), torch.empty_like(grad)
-    assert cpu.accumulate(grad, held, out) == reference.accumulate(grad, held, out) == min(at)
+    assert fast.accumulate(grad, held, out) == reference.accumulate(grad, held, out) == min(at)
 
 
-def test_accumulate_finds_a_sum_that_overflows() -> None:
+def test_accumulate_finds_a_sum_that_overflows(fast: Kernels) -> None:
     grad = torch.tensor([1.0, 3e38, -3e38])
-    assert cpu.accumulate(grad, torch.tensor([0.0, 3e38, 3e38]), torch.empty(3)) == 1
+    assert fast.accumulate(grad, torch.tensor([0.0, 3e38, 3e38]), torch.empty(3)) == 1
 
 
 @pytest.mark.parametrize("value", [1e20, 3e38, -3e38])
-def test_accumulate_does_not_take_large_for_infinite(value: float) -> None:
+def test_accumulate_does_not_take_large_for_infinite(fast: Kernels, value: float) -> None:
     """The square of a large number overflows; the number does not."""
     grad = torch.full((PIECE + 1,), value)
-    assert cpu.accumulate(grad, torch.zeros_like(grad), torch.empty_like(grad)) == -1
+    assert fast.accumulate(grad, torch.zeros_like(grad), torch.empty_like(grad)) == -1
 
 
 def test_accumulate_keeps_denormals_and_minus_zero() -> None:
     grad, held = torch.tensor([1e-45, -0.0, 0.0]), torch.tensor([1e-45, -0.0, -0.0])
-    for kernels in (cpu, reference):
+    for kernels in (cpu, compiled, reference):
         out = torch.empty(3)
         assert kernels.accumulate(grad, held, out) == -1
         assert same_bits(out, torch.tensor([2.8e-45, -0.0, 0.0]))
@@ -167,3 +175,41 @@ def test_divide_sees_what_is_not_finite_and_still_divides_the_rest(at: int, pois
 
 def test_divide_does_not_take_large_for_infinite() -> None:
     assert reference.divide_(torch.full((10,), 3e38), 1)
+
+
+# ---- merge, holds
+
+
+@st.composite
+def sparse_parts(draw: st.DrawFn) -> list[tuple[Tensor, Tensor]]:
+    parts = []
+    for _ in range(draw(st.integers(1, 6))):
+        index = sorted(draw(st.sets(st.integers(0, 40), max_size=20)))
+        value = draw(st.lists(st.sampled_from(AWKWARD), min_size=len(index), max_size=len(index)))
+        parts.append((torch.tensor(index, dtype=torch.int64), torch.tensor(value)))
+    return parts
+
+
+@given(parts=sparse_parts())
+def test_merge_is_the_references(parts: list[tuple[Tensor, Tensor]]) -> None:
+    index, value = [part[0] for part in parts], [part[1] for part in parts]
+    wanted = reference.merge(index, value)
+    for kernels in (cpu, compiled):
+        merged = kernels.merge(index, value)
+        assert torch.equal(merged[0], wanted[0])
+        assert same_bits(merged[1], wanted[1])
+
+
+def test_merge_leaves_its_input_alone() -> None:
+    """A part may be the only one, or lie in a block that arrived."""
+    block = torch.arange(10.0)
+    for kernels in (cpu, compiled, reference):
+        kernels.merge([torch.arange(10), torch.arange(10)], [block, block])
+        assert torch.equal(block, torch.arange(10.0))
+
+
+@given(held=st.sets(st.integers(0, 50)), index=st.sets(st.integers(0, 50)))
+def test_holds_is_what_its_words_say(held: set[int], index: set[int]) -> None:
+    ours, asked = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in (held, index))
+    for kernels in (cpu, compiled, reference):
+        assert kernels.holds(ours, asked).tolist() == [i in held for i in sorted(index)]

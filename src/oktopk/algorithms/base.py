@@ -3,8 +3,8 @@
     init(numel, comm)         -> state      once for each vector length; plain data, saved in checkpoints
     reduce(acc, state, comm)  -> Reduced    once a step, on all ranks
 
-Error feedback is one rule for all: residual = acc with `taken` zeroed, plus what was `returned`. Then, element by
-element,
+Error feedback is one rule for all: residual = acc with `taken` replaced by what was `kept` of it (zero, unless the wire
+rounds), plus what was `returned`. Then, element by element,
 
     sum over ranks of acc  =  sum  +  sum over ranks of residual
 
@@ -25,7 +25,7 @@ from oktopk.errors import InputError, MismatchError, NonFiniteError, within
 from oktopk.kernels.reference import is_finite
 from oktopk.select import Ranking, num_selected
 from oktopk.sparse import Sparse
-from oktopk.wire import Codec, value_dtype
+from oktopk.values import check_wire
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -38,8 +38,8 @@ class Reduced:
     """What a step delivered, and what of it was this rank's.
 
     `sum` has the same bits on every rank. `taken` says where this rank's acc is inside it: indices, a mask, or a slice.
-    `returned` goes back into this rank's residual: what rounding or a merge kept out of the sum. The rest is for the
-    record.
+    Of that, `kept` (by place) stays in this rank's residual, since rounding kept it out of the sum; `returned` is
+    added to it: what a merge, or rounding a sum, kept out. The rest is for the record.
     """
 
     sum: Sparse | Tensor
@@ -48,6 +48,7 @@ class Reduced:
     selected: int | None = None
     threshold: float | None = None
     global_threshold: float | None = None
+    kept: Tensor | None = None
 
     def num_selected(self, numel: int) -> int:
         """Return how many elements this rank chose, as the algorithm says, or as what was taken tells."""
@@ -86,7 +87,7 @@ class Sparsifier:
 
     def __post_init__(self) -> None:
         within("density", self.density, 0, 1, open_low=True)
-        value_dtype(self.wire)
+        check_wire(self.wire)
 
     def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
         """Return an empty state."""
@@ -176,12 +177,10 @@ def num_wanted(state: State, density: float) -> int:
     return num_selected(state.numel, density)
 
 
-def taken_of(sent: Tensor, delivered: Sparse) -> Tensor:
-    """Return what of the `sent` indices was delivered: locally selected and globally selected."""
-    return sent[delivered.holds(sent)]
+def taken_of(sent: Tensor, lost: Tensor | None, delivered: Sparse) -> tuple[Tensor, Tensor | None]:
+    """Return what of the `sent` indices was delivered, locally selected and globally selected; and what of it was lost.
 
-
-def rounding_of(acc: Tensor, taken: Tensor, codec: Codec) -> tuple[Sparse, ...]:
-    """Return what rounding kept out of the sum, where this rank's acc was taken."""
-    lost = codec.rounding(Sparse.pick(acc, taken))
-    return () if lost is None else (lost,)
+    `lost` is what rounding took from what was sent.
+    """
+    mask = delivered.holds(sent)
+    return sent[mask], None if lost is None else lost[mask]

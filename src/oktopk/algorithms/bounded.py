@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, rounding_of, taken_of
+from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, taken_of
 from oktopk.partition import rebalanced_cuts
 from oktopk.reduce import merge
 from oktopk.select import at_least, at_most, sampled_threshold, top_k
@@ -39,7 +39,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
     with comm.phase("select"):
         wanted, threshold = _select_locally(acc, state, k, int(slack * k), rescale)
     with comm.phase("pack"):
-        blocks, sent = _pack(acc, wanted, capacity, state, codec)
+        blocks, sent, lost = _pack(acc, wanted, capacity, state, codec)
     with comm.phase("exchange"):
         arrived = _all_to_all(blocks, comm)
     with comm.phase("reduce"):
@@ -51,12 +51,11 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
         gathered = comm.all_gather(block)
     with comm.phase("apply"):
         total, demands = _unpack(gathered, capacity, codec, acc.dtype)
-        taken = taken_of(sent, total)
+        taken, rounding = taken_of(sent, lost, total)
         if max(demands) > capacity * comm.size and k < state.numel:  # at density 1 all fits into even regions alone
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
-        lost = codec.rounding(kept)
-        returned = rounding_of(acc, taken, codec) + (() if lost is None else (lost,))
-    return Reduced(total, taken, returned, len(sent), threshold, _smallest(total, state))
+        least = _smallest(total, state)
+    return Reduced(total, taken, codec.lost(kept), len(sent), threshold, least, rounding)
 
 
 def room(k: int, slack: float, size: int) -> int:
@@ -75,16 +74,23 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale
     return at_most(at_least(acc, threshold, state.ranking), limit, state.step), threshold
 
 
-def _pack(acc: Tensor, wanted: Tensor, capacity: int, state: OkTopkState, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Return a block for each owner, and the indices that are in them."""
+def _pack(
+    acc: Tensor, wanted: Tensor, capacity: int, state: OkTopkState, codec: Codec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
     parts = Sparse.pick(acc, wanted).between(state.cuts)
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=acc.device)
-    sent = []
-    for block, part in zip(blocks, parts, strict=True):
-        places = at_most(torch.arange(part.nnz, device=acc.device), capacity, state.step)
-        codec.encode_into_(block, part[places], capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
-        sent.append(part.index[places])
-    return blocks, torch.cat(sent)
+    fitting = [_fitting(part, capacity, state.step) for part in parts]
+    for block, part, fits in zip(blocks, parts, fitting, strict=True):
+        codec.encode_into_(block, fits, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
+    return blocks, torch.cat([part.index for part in fitting]), codec.rounding(*fitting)
+
+
+def _fitting(part: Sparse, capacity: int, turn: int) -> Sparse:
+    """Return as much of the part as a block has room for."""
+    if part.nnz <= capacity:
+        return part
+    return part[at_most(torch.arange(part.nnz, device=part.index.device), capacity, turn)]
 
 
 def _all_to_all(blocks: Tensor, comm: Comm) -> Tensor:

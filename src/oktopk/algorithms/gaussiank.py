@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, rounding_of
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
 from oktopk.reduce import merge
 from oktopk.select import BAND, Ranking, at_least, at_most, gaussian_threshold, in_band, sampled_threshold
 from oktopk.sparse import Sparse
@@ -32,14 +32,14 @@ class GaussianK(Sparsifier):
         with comm.phase("select"):
             taken, threshold = _select(acc, k, self.density, state.step)
         with comm.phase("pack"):
-            block = codec.encode(Sparse.pick(acc, taken))
+            part = Sparse.pick(acc, taken)
+            block = codec.encode(part)
         with comm.phase("gather"):
             blocks = comm.exchange([block] * comm.size)
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype)[0] for row in blocks])
         state.step += 1
-        lost = rounding_of(acc, taken, codec)
-        return Reduced(total, taken, lost, selected=len(taken), threshold=threshold)
+        return Reduced(total, taken, selected=len(taken), threshold=threshold, kept=codec.rounding(part))
 
 
 def _select(acc: Tensor, k: int, density: float, step: int) -> tuple[Tensor, float]:

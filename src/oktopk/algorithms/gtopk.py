@@ -35,7 +35,7 @@ class GTopk(Sparsifier):
         with comm.phase("apply"):
             # Where an index did not survive, all ranks keep what they sent, and what was cut of it is already theirs.
             returned = tuple(part[total.holds(part.index)] for part in cut)
-            taken = taken_of(sent, total)
+            taken, _ = taken_of(sent, None, total)
         state.step += 1
         return Reduced(total, taken, returned, selected=len(sent))
 
@@ -84,10 +84,7 @@ class _Tree:
         return part[kept]
 
     def _round(self, part: Sparse, cut: list[Sparse]) -> Sparse:
-        lost = self.codec.rounding(part)
-        if lost is None:
-            return part
-        cut.append(lost)
+        cut.extend(self.codec.lost(part))
         return self.codec.rounded(part)
 
     def _send(self, part: Sparse, to: int) -> None:

@@ -19,7 +19,8 @@ from oktopk.algorithms.base import OkTopkState, Reduced, num_wanted
 from oktopk.errors import one_of, within
 from oktopk.partition import even_cuts
 from oktopk.select import Ranking
-from oktopk.wire import Codec, value_dtype
+from oktopk.values import check_wire
+from oktopk.wire import Codec
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -32,7 +33,7 @@ class OkTopk:
     density             the part of the elements that a step delivers, in (0, 1]
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
     ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (parameter tensor)
-    wire                "fp32", or "bf16": rounded values and packed indices, less than half the bytes
+    wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')
     repartition_every   steps between updates of the scales and, paper, between partitions of the index space (tau)
@@ -52,7 +53,7 @@ class OkTopk:
         within("density", self.density, 0, 1, open_low=True)
         one_of("mode", self.mode, ("bounded", "paper"))
         one_of("ranking", self.ranking, ("magnitude", "scaled"))
-        value_dtype(self.wire)
+        check_wire(self.wire)
         within("slack", self.slack, 1)
         within("rethreshold_every", self.rethreshold_every, 1)
         within("repartition_every", self.repartition_every, 1)

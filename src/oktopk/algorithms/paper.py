@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, rounding_of, taken_of
+from oktopk.algorithms.base import OkTopkState, Reduced, taken_of
 from oktopk.partition import balanced_cuts, consensus
 from oktopk.reduce import merge
 from oktopk.select import (
@@ -59,15 +59,13 @@ def reduce(
     with comm.phase("agree"):
         if repartition:
             state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
-    region = _split_and_reduce(Sparse.pick(acc, sent), state.cuts, codec, comm)
+    region, lost = _split_and_reduce(Sparse.pick(acc, sent), state.cuts, codec, comm)
     with comm.phase("agree"):
         kept, sizes = _select_globally(region, state, k, cap, rethreshold, comm)
-    total = _balance_and_allgather(codec.rounded(kept), sizes, codec, comm)
+    total, returned = _balance_and_allgather(kept, sizes, codec, comm)
     with comm.phase("apply"):
-        taken = taken_of(sent, total)
-        lost = codec.rounding(kept)
-        returned = rounding_of(acc, taken, codec) + (() if lost is None else (lost,))
-    return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold)
+        taken, rounding = taken_of(sent, lost, total)
+    return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold, rounding)
 
 
 def _agree_on_scales_(acc: Tensor, state: OkTopkState, comm: Comm) -> None:
@@ -86,8 +84,10 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, rethreshold: bool) 
     return index
 
 
-def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) -> Sparse:
+def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) -> tuple[Sparse, Tensor | None]:
     """Return the sum, in rank order, of all that was selected in this rank's region (indices are the whole vector's).
+
+    And what rounding took from what this rank selected.
 
     Rank r sends to r + 1, r + 2, ... and receives from r - 1, r - 2, ..., so that nobody is everybody's next.
     """
@@ -113,7 +113,7 @@ def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) 
     with comm.phase("reduce"):
         low, high = cuts[rank : rank + 2].tolist()
         in_rank_order = [part.shift(-low, high - low) for row in received for part in row]
-        return merge(in_rank_order).shift(low, selected.numel)
+        return merge(in_rank_order).shift(low, selected.numel), codec.rounding(*parts)
 
 
 def _bucket_sizes(count: int) -> list[int]:
@@ -187,23 +187,31 @@ class _Layout:
         return moved + self.block * (size - 1) < max(self.sizes) * (size - 1)
 
 
-def _balance_and_allgather(kept: Sparse, sizes: list[int], codec: Codec, comm: Comm) -> Sparse:
-    """Return all owners' pairs; pieces move to neighbours first, where that is cheaper than unequal blocks."""
+def _balance_and_allgather(
+    kept: Sparse, sizes: list[int], codec: Codec, comm: Comm
+) -> tuple[Sparse, tuple[Sparse, ...]]:
+    """Return all owners' pairs; pieces move to neighbours first, where that is cheaper than unequal blocks.
+
+    And what this rank's own rounding lost, of its pairs and of those that it passed on.
+    """
     layout = _Layout(sizes)
     room = max(sizes)
+    lost: tuple[Sparse, ...] = ()
     with comm.phase("gather"):
         if layout.balancing_pays():
-            kept, room = _balance(kept, layout, codec, comm), layout.block
+            room = layout.block
+            kept, lost = _balance(kept, layout, codec, comm)
         blocks = comm.all_gather(codec.encode(kept, capacity=room))
     with comm.phase("apply"):
         parts = [codec.decode(block, kept.value.dtype, capacity=room)[0] for block in blocks]
-        return Sparse.join(parts)
+        return Sparse.join(parts), lost + codec.lost(kept)
 
 
-def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> Sparse:
-    """Return this rank's equal block of the row of all owners' pairs."""
+def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> tuple[Sparse, tuple[Sparse, ...]]:
+    """Return this rank's equal block of the row of all owners' pairs, and what rounding took from those it moved."""
     ends = list(accumulate(layout.moves(comm.rank), initial=0))
-    blocks = [codec.encode(kept[i:j]) if i < j else None for i, j in pairwise(ends)]
+    pieces = [kept[i:j] for i, j in pairwise(ends)]
+    blocks = [codec.encode(piece) if piece.nnz else None for piece in pieces]
     counts = [layout.moves(other)[comm.rank] for other in range(comm.size)]
     send = [0 if block is None else len(block) for block in blocks]
     receive = [codec.words(count) if count else 0 for count in counts]
@@ -212,4 +220,5 @@ def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> Sparse:
     )
     arrived = torch.split(comm.all_to_all(outgoing, send, receive), receive)
     parts = [codec.decode(block, kept.value.dtype)[0] for block in arrived if len(block)]
-    return Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])
+    moved = Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])
+    return moved, tuple(lost for piece in pieces for lost in codec.lost(piece))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, rounding_of
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
 from oktopk.reduce import merge
 from oktopk.select import top_k
 from oktopk.sparse import Sparse
@@ -28,10 +28,11 @@ class TopkA(Sparsifier):
         with comm.phase("select"):
             taken = top_k(acc.abs(), k)
         with comm.phase("pack"):
-            block = codec.encode(Sparse.pick(acc, taken), capacity=k)
+            part = Sparse.pick(acc, taken)
+            block = codec.encode(part, capacity=k)
         with comm.phase("gather"):
             blocks = comm.all_gather(block)
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype, capacity=k)[0] for row in blocks])
         state.step += 1
-        return Reduced(total, taken, rounding_of(acc, taken, codec), selected=len(taken))
+        return Reduced(total, taken, selected=len(taken), kept=codec.rounding(part))

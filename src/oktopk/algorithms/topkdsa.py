@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, rounding_of
+from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
 from oktopk.partition import even_cuts
 from oktopk.reduce import merge
 from oktopk.select import top_k
 from oktopk.sparse import Sparse
-from oktopk.wire import Codec, round_to, value_dtype
+from oktopk.values import num_words, read, write_
+from oktopk.wire import Codec
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -40,32 +41,29 @@ class TopkDSA(Sparsifier):
             arrived = comm.exchange(blocks)
         with comm.phase("reduce"):
             region = merge([mine.decode(block, acc.dtype)[0] for block in arrived])
-            block = _encode_region(mine, region)
+            block, lost = _encode_region(mine, region)
         with comm.phase("gather"):
             gathered = comm.exchange([block] * comm.size)
         with comm.phase("apply"):
             regions = [_decode_region(c, b, acc.dtype) for c, b in zip(codecs, gathered, strict=True)]
             total = Sparse.concat(regions)
         state.step += 1
-        lost = mine.rounding(region)
-        returned = rounding_of(acc, taken, mine)
-        if lost is not None:
-            returned += (lost.shift(int(cuts[comm.rank]), state.numel),)
-        return Reduced(total, taken, returned, selected=len(taken))
+        returned = tuple(part.shift(int(cuts[comm.rank]), state.numel) for part in lost)
+        return Reduced(total, taken, returned, selected=len(taken), kept=mine.rounding(*parts))
 
 
-def _encode_region(codec: Codec, region: Sparse) -> Tensor:
-    """Return the cheaper of two forms: pairs behind their header, or one value for each element."""
+def _encode_region(codec: Codec, region: Sparse) -> tuple[Tensor, tuple[Sparse, ...]]:
+    """Return the cheaper of two forms, pairs behind their header or one value for each element; and what is lost."""
     if codec.words(region.nnz) < codec.value_words(codec.numel):
-        return codec.encode(region)
-    values = torch.zeros(codec.value_words(codec.numel), dtype=torch.int32, device=region.index.device)
-    typed = values.view(value_dtype(codec.wire))
-    typed[: codec.numel] = round_to(region.to_dense(), typed.dtype)
-    return values
+        return codec.encode(region), codec.lost(region)
+    dense = region.to_dense()
+    block = torch.zeros(codec.value_words(codec.numel), dtype=torch.int32, device=dense.device)
+    write_(codec.wire, block[: num_words(codec.wire, codec.numel)], dense)
+    return block, codec.lost(Sparse(torch.arange(codec.numel, device=dense.device), dense, codec.numel))
 
 
 def _decode_region(codec: Codec, block: Tensor, dtype: torch.dtype) -> Sparse:
     if len(block) < codec.value_words(codec.numel):
         return codec.decode(block, dtype)[0]
-    dense = block.view(value_dtype(codec.wire))[: codec.numel].to(dtype)
+    dense = read(codec.wire, block[: num_words(codec.wire, codec.numel)], codec.numel, dtype)
     return Sparse.pick(dense, dense.nonzero().view(-1))

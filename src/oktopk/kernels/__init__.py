@@ -3,12 +3,17 @@
 `reference` says what each kernel means, in plain torch, on any device; the others must give the same bits.
 """
 
-from typing import Protocol
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from oktopk.kernels import cpu, reference
+
+WORTH_COMPILING = 1 << 16
+"""Elements below which numpy is as good, and numba's second of start-up is not worth its while."""
 
 
 class Kernels(Protocol):
@@ -22,7 +27,24 @@ class Kernels(Protocol):
     def at_least(self, acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
 
+    def merge(self, index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the fastest kernels that work on `device`."""
-    return cpu if device.type == "cpu" else reference
+    def holds(self, held: Tensor, index: Tensor) -> Tensor:
+        """Return the mask of those of `index` that are in `held`, both sorted."""
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """Return the fastest kernels for a tensor of this size, where it is."""
+    if tensor.device.type != "cpu":
+        return reference
+    return cpu if tensor.numel() < WORTH_COMPILING else _compiled()
+
+
+@cache
+def _compiled() -> Kernels:
+    """Return the compiled kernels, if numba is installed."""
+    try:
+        return cast(Kernels, importlib.import_module("oktopk.kernels.compiled"))
+    except ImportError:
+        return cpu

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
+from oktopk.kernels.reference import holds, merge
+
+__all__ = ["NAME", "accumulate", "at_least", "holds", "merge"]
 
 NAME = "cpu (numpy, in cache-sized pieces)"
 PIECE = 1 << 17  # elements; half a MiB of float32, which leaves room for the scratch beside it in the L2 cache

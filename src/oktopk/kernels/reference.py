@@ -1,6 +1,7 @@
 """What each kernel means, in plain torch: the oracle of the fast ones, and what runs where none exists."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +46,23 @@ def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
         for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False)
     ]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=acc.device)
+
+
+def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
+    union, place = torch.unique(torch.cat(list(index)), return_inverse=True)
+    total = value[0].new_full((len(union),), -0.0)  # which changes nothing that is added to it
+    for where, part in zip(torch.split(place, [len(i) for i in index]), value, strict=True):
+        total[where] += part
+    return union, total
+
+
+def holds(held: Tensor, index: Tensor) -> Tensor:
+    """Return the mask of those of `index` that are in `held`, both sorted."""
+    if not len(held):
+        return torch.zeros_like(index, dtype=torch.bool)
+    place = torch.searchsorted(held, index).clamp_(max=len(held) - 1)
+    return held[place] == index
 
 
 def floor(threshold: float, dtype: torch.dtype) -> float:
