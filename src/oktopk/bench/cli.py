@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_met
 from oktopk.bench.models import check_model
 from oktopk.bench.pays import verdicts_of
 from oktopk.bench.provenance import provenance
-from oktopk.bench.settings import Setting, choose_links
+from oktopk.bench.settings import Setting, make_settings
 from oktopk.bench.step import BOUND, time_step
 from oktopk.bench.suite import bar, measure, probe
 from oktopk.bench.tables import probe_table, split_of, table_of
@@ -46,6 +47,8 @@ Mbit = Annotated[
     str | None,
     typer.Option(help="Mbit/s of each link, each way: a number, or several: 100,1000. 0: unlimited. Without it: 1000."),
 ]
+Delay = Annotated[float, typer.Option("--delay-ms", help="How long a packet takes from host to host, one way.")]
+Loss = Annotated[float, typer.Option(help="The share of packets that get lost: 0.001 is 0.1 %.")]
 Density = Annotated[str, typer.Option(help="The part of the gradient that a sparse method sends: 0.01 or 0.01,0.02.")]
 Methods = Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; or groups: {', '.join(GROUPS)}.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Laps of each method that count.")]
@@ -61,6 +64,8 @@ def exchange(
     density: Density = "0.01",
     ranks: Ranks = "4",
     mbit: Mbit = None,
+    delay_ms: Delay = 0.0,
+    loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
     seconds: Seconds = 300.0,
@@ -75,6 +80,7 @@ def exchange(
     """
     with errors_in_a_line():
         entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
+        settings, notes = _settings(ranks, mbit, delay_ms, loss)
 
         def work(setting: Setting, progress: Progress) -> dict[str, Any]:
             forecast = probe(numel, entries, setting, progress)
@@ -84,7 +90,7 @@ def exchange(
                 row["error_percent"] = error_percent(row["predicted_s"], row["seconds"]["median"])
             return {**measured, "probe": forecast.to_json()}
 
-        _run({"bench": "exchange", "numel": numel}, ranks, mbit, work, out, json_)
+        _run({"bench": "exchange", "numel": numel}, settings, notes, work, out, json_)
 
 
 @app.command()
@@ -96,6 +102,8 @@ def step(
     density: Density = "0.01",
     ranks: Ranks = "4",
     mbit: Mbit = None,
+    delay_ms: Delay = 0.0,
+    loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
     seconds: Seconds = 300.0,
@@ -114,12 +122,13 @@ def step(
     """
     with errors_in_a_line():
         entries = [BOUND, *entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))]
+        settings, notes = _settings(ranks, mbit, delay_ms, loss)
         numel = check_model(model, batch)
 
         def work(setting: Setting, progress: Progress) -> dict[str, Any]:
             return measure(time_step, (model, batch), entries, setting, rounds, seconds, progress)
 
-        _run({"bench": "step", "model": model, "batch": batch, "numel": numel}, ranks, mbit, work, out, json_)
+        _run({"bench": "step", "model": model, "batch": batch, "numel": numel}, settings, notes, work, out, json_)
 
 
 @app.command("probe")
@@ -128,6 +137,8 @@ def probe_command(
     density: Density = "0.01",
     ranks: Ranks = "4",
     mbit: Mbit = None,
+    delay_ms: Delay = 0.0,
+    loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     json_: Json = False,
 ) -> None:
@@ -137,21 +148,18 @@ def probe_command(
     """
     with errors_in_a_line():
         entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
+        settings, notes = _settings(ranks, mbit, delay_ms, loss)
 
         def work(setting: Setting, progress: Progress) -> dict[str, Any]:
-            return {
-                "ranks": setting.ranks,
-                "mbit": setting.mbit,
-                "probe": probe(numel, entries, setting, progress).to_json(),
-            }
+            return {**asdict(setting), "probe": probe(numel, entries, setting, progress).to_json()}
 
-        _run({"bench": "probe", "numel": numel}, ranks, mbit, work, None, json_)
+        _run({"bench": "probe", "numel": numel}, settings, notes, work, None, json_)
 
 
 def _run(
     about: dict[str, Any],
-    ranks: str,
-    mbit: str | None,
+    settings: Sequence[Setting],
+    notes: Sequence[str],
     work: Callable[[Setting, Progress], dict[str, Any]],
     out: Path | None,
     as_json: bool,
@@ -159,11 +167,9 @@ def _run(
     """Do the work in every setting, and show or keep what it comes to."""
     if out is not None:
         report.check_possible()
-    sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
-    links, notes = choose_links(None if mbit is None else _numbers("mbit", mbit, 0))
     result = {**about, **provenance(), "notes": notes, "settings": []}
     with bar(Console(stderr=True, highlight=False)) as progress:
-        for setting in (Setting(size, link) for size in sizes for link in links):
+        for setting in settings:
             result["settings"].append(work(setting, progress))
             if out is not None:
                 report.write_json(result, out)  # or one that fails would take those before with it
@@ -183,7 +189,7 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
     for note in result["notes"]:
         console.print(f"[bold yellow]note[/] {escape(note)}")
     for setting in result["settings"]:
-        title = f"{Setting(setting['ranks'], setting['mbit'])}, n = {result['numel']:,}"
+        title = f"{Setting.of(setting)}, n = {result['numel']:,}"
         if result["bench"] == "probe":
             console.print(probe_table(setting["probe"], title))
             continue
@@ -194,6 +200,11 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
         console.print(escape(verdict["sentence"]))
     if out is not None:
         console.print(f"{escape(str(out / report.PAGE))} has it all, with plots")
+
+
+def _settings(ranks: str, mbit: str | None, delay_ms: float, loss: float) -> tuple[list[Setting], list[str]]:
+    sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
+    return make_settings(sizes, None if mbit is None else _numbers("mbit", mbit, 0), delay_ms, loss)
 
 
 def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> list[float]:

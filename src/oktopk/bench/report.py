@@ -55,6 +55,8 @@ def _csv_row(setting: dict[str, Any], row: Row, result: dict[str, Any]) -> dict[
         "ranks": setting["ranks"],
         "link": link_name(setting["mbit"]),
         "mbit": setting["mbit"],
+        "delay_ms": setting["delay_ms"],
+        "loss": setting["loss"],
         "method": row["method"],
         "density": row["density"],
         "rounds": setting["rounds"],
@@ -79,7 +81,7 @@ def _page(result: dict[str, Any], svgs: list[str]) -> str:
     page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True).get_template("page.html")
     tables = [
         {
-            "title": f"{Setting(setting['ranks'], setting['mbit'])}, {setting['rounds']} laps",
+            "title": f"{Setting.of(setting)}, {setting['rounds']} laps",
             "columns": columns_of(setting),
             "rows": [cells_of(row) for row in setting["rows"]],
             "split": [split_of(row) for row in setting["rows"]] if result["bench"] == "step" else [],

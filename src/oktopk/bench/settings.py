@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from oktopk.bench.netlab import LabError, check_possible
-from oktopk.errors import SettingError
+from oktopk.errors import SettingError, within
 
 DEFAULT_MBIT = 1000.0
+MOST_LOSS = 0.5
+"""Beyond that no connection lasts."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """P ranks, on links of so many Mbit/s (0: as fast as it goes; None: the loopback, without a lab)."""
+    """P ranks, and the network between them.
+
+    mbit        speed of each link (0: as fast as it goes; None: the loopback, without a lab)
+    delay_ms    how long a packet takes, one way
+    loss        the share of packets that get lost
+    """
 
     ranks: int
     mbit: float | None
+    delay_ms: float = 0.0
+    loss: float = 0.0
+
+    @classmethod
+    def of(cls, measured: Mapping[str, Any]) -> Setting:
+        """Return the setting that results are of."""
+        return cls(**{field.name: measured[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
-        return f"P = {self.ranks}, {link_name(self.mbit)}"
+        delay = f", {self.delay_ms:g} ms away" if self.delay_ms else ""
+        return f"P = {self.ranks}, {link_name(self.mbit)}{delay}" + (f", {self.loss:.2%} lost" if self.loss else "")
+
+
+def make_settings(
+    ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float, loss: float
+) -> tuple[list[Setting], list[str]]:
+    """Return a setting for each number of ranks and each link, and what the user should know about them."""
+    within("--delay-ms", delay_ms, 0)
+    within("--loss", loss, 0, MOST_LOSS)
+    try:
+        check_possible()
+    except LabError as error:
+        _check_loopback_does(mbit or (), delay_ms, loss, error)
+        note = f"over the loopback of this machine, and no bytes counted by an interface: {error}"
+        return [Setting(size, None) for size in ranks], [note]
+    return [Setting(size, link, delay_ms, loss) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
+
+
+def _check_loopback_does(mbit: Sequence[float], delay_ms: float, loss: float, error: LabError) -> None:
+    shaped = [f"links of {link:g} Mbit/s" for link in mbit if link]
+    wanted = [*shaped, *(["delay"] if delay_ms else []), *(["loss"] if loss else [])]
+    if wanted:
+        raise SettingError(f"wanted {', '.join(wanted)}, but {error}; --mbit 0 alone measures over the loopback")
 
 
 def link_name(mbit: float | None) -> str:
@@ -29,17 +67,3 @@ def link_name(mbit: float | None) -> str:
     ('1000 Mbit/s', 'unlimited link', 'loopback')
     """
     return "loopback" if mbit is None else f"{mbit:g} Mbit/s" if mbit else "unlimited link"
-
-
-def choose_links(asked: Sequence[float] | None) -> tuple[list[float | None], list[str]]:
-    """Return the links to measure on, and what the user should know about them."""
-    try:
-        check_possible()
-    except LabError as error:
-        shaped = [f"{mbit:g}" for mbit in asked or () if mbit]
-        if shaped:
-            raise SettingError(
-                f"links of {', '.join(shaped)} Mbit/s were asked for, but {error}; --mbit 0 measures over the loopback"
-            ) from None
-        return [None], [f"over the loopback of this machine, and no bytes counted by an interface: {error}"]
-    return list(asked or [DEFAULT_MBIT]), []

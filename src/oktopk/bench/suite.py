@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ def measure(
         with _shown(progress, str(setting), Path(laps.lap_file), (WARM_UP + rounds) * len(entries)):
             ranks = in_setting(setting, work, *args, entries, laps)
     return {
-        "ranks": setting.ranks,
-        "mbit": setting.mbit,
+        **asdict(setting),
         "threads": threads_for(setting.ranks),
         "rounds": len(ranks[0][0]) - WARM_UP,
         "rows": rows_of(entries, ranks),
@@ -47,9 +47,11 @@ def measure(
 def in_setting(setting: Setting, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what `work(*args)` returns on each rank of the setting."""
     try:
-        return run_processes(work, setting.ranks, *args, mbit=setting.mbit)
+        return run_processes(
+            work, setting.ranks, *args, mbit=setting.mbit, delay_ms=setting.delay_ms, loss=setting.loss
+        )
     except LabError as error:
-        raise SettingError(f"no network for {setting}: {error}; --mbit 0 needs no shaping") from error
+        raise SettingError(f"no network for {setting}: {error}") from error
 
 
 def bar(console: Console) -> Progress:
