@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, SettingError, TopkA, TopkDSA
-from oktopk.cost import Cost, predict
+from oktopk.cost import Call, Cost, Machine, exactly, predict
 from oktopk.wire import HEADER_WORDS
 from tests.cases import NAMES, Case, algorithms, trace
 from tests.harness import on_threads
@@ -128,6 +129,39 @@ def _pair_words(algorithm: Any, size: int) -> float:
 
 def test_seconds_are_alpha_a_message_and_beta_a_word() -> None:
     assert Cost(least=1, typical=10.0, most=20, messages=3).seconds(alpha_s=2.0, beta_s=0.5) == 11.0
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("name", ["Dense", "TopkA", "TopkDSA", "GaussianK", "OkTopk"])
+def test_a_step_calls_what_is_predicted(name: str, size: int) -> None:
+    algorithm = {cls.__name__: cls for cls in (Dense, TopkA, TopkDSA, GaussianK, OkTopk)}[name]()
+
+    def job(comm: Any) -> Counter[str]:
+        reducer, calls = Reducer(algorithm, comm), []
+        for step in range(2):
+            reducer.all_reduce(torch.randn(2000, generator=torch.Generator().manual_seed(9 * comm.rank + step)))
+            calls.append(Counter(dict(reducer.traffic.calls)))
+        counts: Counter[str] = Counter()
+        for (_, collective), count in (calls[1] - calls[0]).items():
+            counts["all_to_all" if collective == "exchange" else collective] += (1 + (collective == "exchange")) * count
+        return counts
+
+    cost = predict(algorithm, 2000, size)
+    assert on_threads(size, job)[0] == Counter(call.collective for call in cost.calls)  # sizes, then what they are of
+    assert sum(call.words for call in cost.calls) == pytest.approx(cost.typical)
+
+
+def test_a_machine_takes_alpha_a_call_and_beta_a_word_of_its_collective() -> None:
+    machine = Machine(alpha_s={"all_gather": 1.0, "swap": 2.0}, beta_s={"all_gather": 0.5, "swap": 0.25})
+    cost = exactly(14, 2, Call("all_gather", 10), Call("swap", 4))
+    assert machine.seconds(cost) == 1 + 5 + 2 + 1
+    assert machine.seconds(cost, computing_s=3.0) == 12.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_the_tree_of_gtopk_is_as_long_as_its_way_up_and_down(size: int) -> None:
+    calls = [call for call in predict(GTopk(), 64_000, size).calls if call.collective == "swap"]
+    assert len(calls) == 2 * (size - 1).bit_length()
 
 
 def test_an_algorithm_without_a_model_is_refused() -> None:

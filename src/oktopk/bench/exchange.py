@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.algorithms import Algorithm
 from oktopk.bench.gradients import make_pool
-from oktopk.bench.hooks import hook_powersgd
+from oktopk.bench.hooks import hook_powersgd, wrap
 from oktopk.bench.laps import Contender, Lap, Laps, take_turns
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
 from oktopk.comm import Metered, ProcessGroupComm
@@ -100,7 +99,7 @@ class _LowRank:
         self.grads = [
             [part.view(shape) for part, shape in zip(torch.split(grad, sizes), shapes, strict=True)] for grad in pool
         ]
-        self.model = DistributedDataParallel(_Matrices(shapes), gradient_as_bucket_view=True, init_sync=False)
+        self.model = wrap(_Matrices(shapes), one_bucket=True)
         hook_powersgd(self.model, rank)
 
     def prepare(self, turn: int) -> None:  # noqa: ARG002

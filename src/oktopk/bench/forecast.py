@@ -85,8 +85,9 @@ def _typical(ranks: Sequence[Times], size: str, name: str) -> float:
 
 
 def _critical_path(ranks: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
-    """Return the median lap's computing: between two messages all wait for the rank that takes longest."""
+    """Return a lap's computing: of each stretch between two messages, for whose slowest rank all wait, the median."""
     laps = [laps for laps in ranks if laps is not None]
     if not laps:
         return None
-    return float(median(sum(map(max, zip_longest(*stretches, fillvalue=0.0))) for stretches in zip(*laps, strict=True)))
+    slowest = [list(map(max, zip_longest(*stretches, fillvalue=0.0))) for stretches in zip(*laps, strict=True)]
+    return float(sum(map(median, zip_longest(*slowest, fillvalue=0.0))))

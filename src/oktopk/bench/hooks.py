@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
@@ -15,6 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 START_POWERSGD_ITER = 2
 """The least that its error feedback allows: the steps before are plain."""
+
+
+def wrap(net: nn.Module, *, one_bucket: bool = False) -> DistributedDataParallel:
+    """Return DDP around a net of which all ranks have the same weights: nothing is sent for that once more.
+
+    PowerSGD wants all gradients in one bucket. Its hook goes on from callbacks, in threads of gloo's: those of several
+    buckets would call their collectives in another order on every rank.
+    """
+    megabytes = 1 + sum(p.numel() * p.element_size() for p in net.parameters()) / 2**20 if one_bucket else None
+    return DistributedDataParallel(net, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=megabytes)
 
 
 def hook_powersgd(model: DistributedDataParallel, rank: int) -> None:

@@ -46,7 +46,10 @@ class Model:
 
     def inputs(self, size: int, seed: int) -> tuple[tuple[Any, ...], Any]:
         """Return what the net is called with, as a tuple, and the targets."""
-        inputs, targets = self.batch(size, seed)
+        made = self.batch(size, seed)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise SettingError(f"batch(size, seed) returned {_shape(made)}; {CONTRACT}")
+        inputs, targets = made
         return (inputs if isinstance(inputs, tuple) else (inputs,)), targets
 
 
@@ -66,6 +69,8 @@ def check_model(name: str, batch: int) -> int:
     try:
         inputs, targets = model.inputs(batch, 0)
         loss = model.loss(model.net(*inputs), targets)
+    except SettingError:
+        raise
     except Exception as error:  # whatever a user's model raises
         raise SettingError(f"a step of {name} failed: {type(error).__name__}: {error}; {CONTRACT}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -94,4 +99,8 @@ def _shape(thing: Any) -> str:
     """Return what something is, in a few words."""
     if isinstance(thing, tuple):
         return f"({', '.join(type(part).__name__ for part in thing)})"
-    return f"a tensor of shape {list(thing.shape)}" if isinstance(thing, Tensor) else f"a {type(thing).__name__}"
+    return (
+        f"a tensor of shape {list(thing.shape)}"
+        if isinstance(thing, Tensor)
+        else f"something of type {type(thing).__name__}"
+    )

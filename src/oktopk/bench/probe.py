@@ -1,7 +1,7 @@
 """The probe: what a call, a word and the computing take here, each measured by itself.
 
 Nothing of it is the exchange that is predicted from it: calls are of other sizes, and computing is timed between the
-messages of a quarter of the gradient, on all ranks at once, as they share the cores.
+messages of half the gradient, on all ranks at once, as they share the cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oktopk.reducer import Reducer
 from oktopk.select import num_selected
 from oktopk.wire import WORD_BYTES
 
-SHARE = 4
+SHARE = 2
 """Computing is timed on numel / SHARE elements; on much fewer it would fit into a cache."""
 
 SUM_SHARE = 8
@@ -34,7 +34,7 @@ LEAST_NUMEL = 4096
 SMALL_CALLS = 15
 BIG_CALLS = 3
 WARM_UP = 2
-REDUCTIONS = 3
+REDUCTIONS = 5
 
 Times = dict[str, Any]
 """Of one rank: small and big (seconds of each call, by collective), words (that a big one sends), computing (by entry:

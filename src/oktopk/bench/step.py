@@ -11,9 +11,10 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.bench.hooks import hook_cast, hook_powersgd
+from oktopk.bench.hooks import hook_cast, hook_powersgd, wrap
 from oktopk.bench.laps import Lap, Laps, take_turns
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours, PowerSgd
 from oktopk.bench.models import Model, load_model
@@ -43,7 +44,8 @@ class _Step:
     def __init__(self, entry: Entry, loaded: Model, batch: int) -> None:
         self.loss = loaded.loss
         self.batches = [loaded.inputs(batch, seed=100 * dist.get_rank() + i) for i in range(POOL)]
-        self.model = _ddp(loaded)
+        low_rank = isinstance(METHODS.get(entry.method), PowerSgd)
+        self.model = wrap(_copy(loaded.net), one_bucket=low_rank)
         self.attached = _arrange(self.model, entry)
         self.no_sync = entry == BOUND
         self.forward_s = self.backward_s = 0.0
@@ -74,13 +76,12 @@ class _Step:
             self.attached.detach()
 
 
-def _ddp(loaded: Model) -> DistributedDataParallel:
-    """Return a DDP of its own around the model; the weights, which no step changes, are the same memory for all."""
-    net = deepcopy(loaded.net)
-    for mine, shared in zip(net.parameters(), loaded.net.parameters(), strict=True):
+def _copy(net: nn.Module) -> nn.Module:
+    """Return a copy whose weights, which no step changes, are the same memory."""
+    copy = deepcopy(net)
+    for mine, shared in zip(copy.parameters(), net.parameters(), strict=True):
         mine.data = shared.data
-    # All ranks made the same weights: sending them once more for each method would take longer than the laps.
-    return DistributedDataParallel(net, gradient_as_bucket_view=True, init_sync=False)
+    return copy
 
 
 def _arrange(model: DistributedDataParallel, entry: Entry) -> Attached | None:
