@@ -9,6 +9,8 @@ from rich.table import Table
 from oktopk.bench.summary import Row
 
 UNKNOWN = "n/a"
+COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
+PREDICTED = ("predicted ms", "error")
 
 
 def table_of(setting: dict[str, Any], title: str) -> Table:
@@ -34,10 +36,6 @@ def split_of(row: Row) -> str:
         return text
     text += f", {parts.pop('wait')} of it waiting for the exchange: "
     return text + ", ".join(f"{name} {spent}" for name, spent in parts.items())
-
-
-COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
-PREDICTED = ("predicted ms", "error")
 
 
 def cells_of(row: Row) -> list[str]:
