@@ -95,7 +95,7 @@ def test_an_exchange_in_the_lab_leaves_files_and_counts_bytes(tmp_path: Path) ->
     words = ["--numel", 20 * NUMEL, "--ranks", 2, "--mbit", 1000, "--density", 0.1, "--rounds", 2]
     done = invoke("exchange", *words, "--methods", "dense,bf16,oktopk", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "P = 2, 1000 Mbit/s, n = 400,000, 2 laps" in done.stdout
+    assert "P = 2, 1000 Mbit/s, n = 400,000, density 0.1, 2 laps" in done.stdout
     (setting,) = json.loads((tmp_path / report.JSON).read_text())["settings"]
     check_rows(setting, ["dense", "bf16", "oktopk"], rounds=2)
     for row in setting["rows"]:
@@ -121,11 +121,11 @@ def test_a_step_of_a_model_of_ones_own() -> None:
 @needs_a_lab
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_step_in_the_lab_shows_its_split() -> None:
-    done = invoke(
-        "step", "--model", "an4-small", "--ranks", 2, "--mbit", 100, "--rounds", 1, "--methods", "dense,oktopk"
-    )
+def test_a_step_in_the_lab_shows_its_split_and_ends_in_time() -> None:
+    words = ["--model", "an4-small", "--ranks", 2, "--mbit", 100, "--rounds", 9, "--seconds", 0]
+    done = invoke("step", *words, "--methods", "dense,oktopk")
     assert done.exit_code == 0, done.output
+    assert "density 0.01, 1 lap\n" in "\n".join(line.rstrip() for line in done.stdout.splitlines())
     assert "no exchange: forward" in done.stdout
     assert "of it waiting for the exchange: accumulate" in done.stdout
 

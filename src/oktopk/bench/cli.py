@@ -79,7 +79,8 @@ def exchange(
     Example: sudo oktopk bench exchange --ranks 4 --mbit 100,1000,0 --out results
     """
     with errors_in_a_line():
-        entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
+        densities = _densities(density)
+        entries = entries_of(parse_methods(methods), densities)
         settings, notes = _settings(ranks, mbit, delay_ms, loss)
 
         def work(setting: Setting, progress: Progress) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def exchange(
                 row["error_percent"] = error_percent(row["predicted_s"], row["seconds"]["median"])
             return {**measured, "probe": forecast.to_json()}
 
-        _run({"bench": "exchange", "numel": numel}, settings, notes, work, out, json_)
+        _run({"bench": "exchange", "numel": numel, "densities": densities}, settings, notes, work, out, json_)
 
 
 @app.command()
@@ -121,14 +122,16 @@ def step(
     Example: sudo oktopk bench step --model wide --mbit 1000 --methods default,powersgd-1 --out results
     """
     with errors_in_a_line():
-        entries = [BOUND, *entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))]
+        densities = _densities(density)
+        entries = [BOUND, *entries_of(parse_methods(methods), densities)]
         settings, notes = _settings(ranks, mbit, delay_ms, loss)
         numel = check_model(model, batch)
 
         def work(setting: Setting, progress: Progress) -> dict[str, Any]:
             return measure(time_step, (model, batch), entries, setting, rounds, seconds, progress)
 
-        _run({"bench": "step", "model": model, "batch": batch, "numel": numel}, settings, notes, work, out, json_)
+        about = {"bench": "step", "model": model, "batch": batch, "numel": numel, "densities": densities}
+        _run(about, settings, notes, work, out, json_)
 
 
 @app.command("probe")
@@ -147,13 +150,14 @@ def probe_command(
     Example: sudo oktopk bench probe --ranks 4 --mbit 100
     """
     with errors_in_a_line():
-        entries = entries_of(parse_methods(methods), _numbers("density", density, 0, 1, open_low=True))
+        densities = _densities(density)
+        entries = entries_of(parse_methods(methods), densities)
         settings, notes = _settings(ranks, mbit, delay_ms, loss)
 
         def work(setting: Setting, progress: Progress) -> dict[str, Any]:
             return {**asdict(setting), "probe": probe(numel, entries, setting, progress).to_json()}
 
-        _run({"bench": "probe", "numel": numel}, settings, notes, work, None, json_)
+        _run({"bench": "probe", "numel": numel, "densities": densities}, settings, notes, work, None, json_)
 
 
 def _run(
@@ -189,11 +193,11 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
     for note in result["notes"]:
         console.print(f"[bold yellow]note[/] {escape(note)}")
     for setting in result["settings"]:
-        title = f"{Setting.of(setting)}, n = {result['numel']:,}"
+        title = f"{Setting.of(setting)}, n = {result['numel']:,}, density {', '.join(map(str, result['densities']))}"
         if result["bench"] == "probe":
             console.print(probe_table(setting["probe"], title))
             continue
-        console.print(table_of(setting, f"{title}, {setting['rounds']} laps"))
+        console.print(table_of(setting, f"{title}, {setting['rounds']} lap{'s' * (setting['rounds'] > 1)}"))
         if result["bench"] == "step":
             console.print("\n".join(escape(split_of(row)) for row in setting["rows"]))
     for verdict in result.get("pays", ()):
@@ -205,6 +209,10 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
 def _settings(ranks: str, mbit: str | None, delay_ms: float, loss: float) -> tuple[list[Setting], list[str]]:
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
     return make_settings(sizes, None if mbit is None else _numbers("mbit", mbit, 0), delay_ms, loss)
+
+
+def _densities(text: str) -> list[float]:
+    return _numbers("density", text, 0, 1, open_low=True)
 
 
 def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> list[float]:
