@@ -60,7 +60,7 @@ def test_pick_undoes_to_dense(part: Sparse) -> None:
 def test_holds_is_membership(part: Sparse, wanted: set[int]) -> None:
     asked = torch.tensor(sorted(wanted), dtype=torch.int64)
     held = set(part.index.tolist())
-    assert part.holds(asked).tolist() == [i in held for i in sorted(wanted)]
+    assert part.shared(asked).tolist() == [place for place, i in enumerate(sorted(wanted)) if i in held]
 
 
 def test_shift_moves_and_can_move_back() -> None:

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm
-from oktopk.algorithms.base import Reduced, Verdict, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import Reduced, Verdict, look_out, reduce_if_fine, takes_segments
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
 from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
 from oktopk.plain import from_plain, to_plain
 from oktopk.plan import Plan
+from oktopk.seen import Seen
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
 from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
@@ -132,11 +133,12 @@ class Lane:
 
     def _reduce_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> StepRecord:
         split = 0 if plan.algorithm is None else self._num_sparse
-        with comm.phase("accumulate"):
-            first_bad = self._accumulate_(grads, plan)
         self._silent = self._find_silent(grads, comm) if plan.may_be_unused else []
-        for name in self._silent:
-            self.residual.acc[self._spans[name]] = 0
+        seen = self._look_out(plan.algorithm, comm) if plan.algorithm is not None and split else None
+        with comm.phase("accumulate"):
+            first_bad = self._accumulate_(grads, plan, seen)
+            for name in self._silent:
+                self.residual.acc[self._spans[name]] = 0
         reduced = self._reduce_sparse(split, plan, comm, first_bad)
         self._reduce_dense_(split, comm, first_bad)
         with comm.phase("apply"):
@@ -160,14 +162,19 @@ class Lane:
         rounds = self.dtype != self.residual.held.dtype  # then a dense step, too, keeps something back
         self._pending = plan.algorithm is not None or bool(self._silent) or rounds
 
-    def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan) -> int:
+    def _look_out(self, algorithm: Algorithm, comm: Metered) -> Seen | None:
+        """Return where to note what is large in acc, if the algorithm asks for it and acc is what will be reduced."""
+        self._prepare(algorithm, comm)
+        return None if self._silent else look_out(algorithm, self.state)
+
+    def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan, seen: Seen | None) -> int:
         """Make acc of this step's gradients; return the index of its first NaN or Inf, or -1."""
         bad = []
         for name, span in self._spans.items():
             grad, scale = grads[name], plan.clip / plan.loss_scale
             if plan.momentum is not None:
                 grad, scale = self._velocity().accumulate_(grad, span, scale, plan.momentum.factor), 1.0
-            self.residual.accumulate_(grad, span, scale)
+            self.residual.accumulate_(grad, span, scale, seen=seen)
             bad.append(self.residual.nonfinite_at)
         return min((index for index in bad if index >= 0), default=-1)
 
@@ -182,7 +189,6 @@ class Lane:
         if not split:
             return None
         assert plan.algorithm is not None
-        self._prepare(plan.algorithm, comm)
         return reduce_if_fine(plan.algorithm, self.residual.acc[:split], self.state, comm, Verdict.on(first_bad))
 
     def _reduce_dense_(self, split: int, comm: Metered, first_bad: int) -> None:

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from oktopk.errors import StateError
 
+PASSING = {"passing": True}
+"""Metadata of a field that lives within one step, and is not saved."""
+
 
 def to_plain(state: Any) -> Any:
     """Return a copy of a state as dicts, tensors and numbers."""
     if is_dataclass(state):
-        return {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
+        return {name: to_plain(getattr(state, name)) for name in _names(state)}
     return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
 
 
@@ -24,9 +27,13 @@ def from_plain(state: Any, saved: Any) -> Any:
         return type(state)(saved.item())
     if not is_dataclass(state):
         return to_plain(saved)
-    names = [field.name for field in fields(state)]
+    names = _names(state)
     if not isinstance(saved, dict) or sorted(saved) != sorted(names):
         raise StateError(f"the algorithm's state should have {', '.join(names)}")
     for name in names:
         setattr(state, name, from_plain(getattr(state, name), saved[name]))
     return state
+
+
+def _names(state: Any) -> list[str]:
+    return [field.name for field in fields(state) if not field.metadata.get("passing")]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, Reduced, make_algorithm
-from oktopk.algorithms.base import Verdict, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import Verdict, look_out, reduce_if_fine, takes_segments
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
@@ -150,7 +150,7 @@ class Reducer:
             return residual.held, Verdict.of(Verdict.WRONG_NUMEL, flat.numel())
         if flat.dtype != self._dtype or flat.device != residual.held.device:
             return residual.held, Verdict.of(Verdict.WRONG_DTYPE)
-        acc = residual.accumulate_(flat)
+        acc = residual.accumulate_(flat, seen=look_out(self.algorithm, self._state))
         if residual.nonfinite_at >= 0:
             return acc, Verdict.of(Verdict.NON_FINITE, residual.nonfinite_at)
         return acc, Verdict.FINE

@@ -91,6 +91,6 @@ class Sparse:
         """Return some of the elements held: a slice of them, those at these places, or those where a mask is true."""
         return Sparse(self.index[which], self.value[which], self.numel)
 
-    def holds(self, index: Tensor) -> Tensor:
-        """Return the mask of those of `index` (sorted) that are held here."""
-        return kernels_for(index).holds(self.index, index)
+    def shared(self, index: Tensor) -> Tensor:
+        """Return the places, in `index` (sorted), of those that are held here."""
+        return kernels_for(index).shared(self.index, index)

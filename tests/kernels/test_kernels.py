@@ -151,6 +151,30 @@ def test_accumulate_keeps_denormals_and_minus_zero() -> None:
         assert same_bits(out, torch.tensor([2.8e-45, -0.0, 0.0]))
 
 
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("floor", [0.0, 0.5, 2.0, 2.5, 100.0])
+def test_accumulate_seeing_is_the_references(fast: Kernels, numel: int, dtype: torch.dtype, floor: float) -> None:
+    held = random(numel, dtype, seed=1)
+    for narrow in NARROW[dtype]:
+        grad = random(numel, narrow, seed=2)
+        ours, theirs = torch.empty_like(held), torch.empty_like(held)
+        bad, index, value = fast.accumulate_seeing(grad, held, ours, floor)
+        wanted = reference.accumulate_seeing(grad, held, theirs, floor)
+        assert bad == wanted[0] == -1
+        assert same_bits(ours, theirs)
+        assert torch.equal(index, wanted[1])
+        assert same_bits(value, wanted[2])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("at", [0, 7, 8, 1001, 1002])
+def test_accumulate_seeing_finds_the_first_that_is_not_finite(fast: Kernels, at: int, poison: float) -> None:
+    grad = random(1003, torch.float32)
+    grad[at] = poison
+    assert fast.accumulate_seeing(grad, torch.zeros(1003), torch.empty(1003), 3.0)[0] == at
+
+
 # ---- divide_
 
 
@@ -177,7 +201,7 @@ def test_divide_does_not_take_large_for_infinite() -> None:
     assert reference.divide_(torch.full((10,), 3e38), 1)
 
 
-# ---- merge, holds
+# ---- merge, shared
 
 
 @st.composite
@@ -209,7 +233,27 @@ def test_merge_leaves_its_input_alone() -> None:
 
 
 @given(held=st.sets(st.integers(0, 50)), index=st.sets(st.integers(0, 50)))
-def test_holds_is_what_its_words_say(held: set[int], index: set[int]) -> None:
+def test_shared_is_what_its_words_say(held: set[int], index: set[int]) -> None:
     ours, asked = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in (held, index))
     for kernels in (cpu, compiled, reference):
-        assert kernels.holds(ours, asked).tolist() == [i in held for i in sorted(index)]
+        assert kernels.shared(ours, asked).tolist() == [place for place, i in enumerate(sorted(index)) if i in held]
+
+
+# ---- pack, unpack
+
+
+@pytest.mark.parametrize("width", [8, 12, 16])
+@given(
+    gaps=st.lists(st.sampled_from([1, 2, 254, 255, 256, 4094, 4095, 4096, 65534, 65535, 65536, 200_000]), max_size=40)
+)
+def test_pack_and_unpack_are_the_references(width: int, gaps: list[int]) -> None:
+    index = torch.tensor(gaps, dtype=torch.int64).cumsum(0)
+    wanted, slots = reference.pack(index, width)
+    packed, num_slots = compiled.pack(index, width)
+    assert num_slots == slots
+    assert torch.equal(
+        packed, wanted[: len(packed)]
+    )  # the reference fills its last slots up to whole bytes, with zeros
+    assert not wanted[len(packed) :].any()
+    for kernels in (compiled, reference):
+        assert torch.equal(kernels.unpack(torch.nn.functional.pad(packed, (0, 4)), slots, width), index)

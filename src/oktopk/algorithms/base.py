@@ -23,6 +23,8 @@ from torch import Tensor
 
 from oktopk.errors import InputError, MismatchError, NonFiniteError, within
 from oktopk.kernels.reference import is_finite
+from oktopk.plain import PASSING
+from oktopk.seen import Seen
 from oktopk.select import Ranking, num_selected
 from oktopk.sparse import Sparse
 from oktopk.values import check_wire
@@ -96,12 +98,14 @@ class Sparsifier:
 
 @dataclass
 class OkTopkState(State):
-    """What Ok-Topk keeps: where the regions are cut, what "large" means, and (paper) the thresholds in use."""
+    """What Ok-Topk keeps: where the regions are cut, what "large" means, the thresholds in use."""
 
     cuts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
     ranking: Ranking = field(default_factory=lambda: Ranking.by_magnitude(0))
     threshold: float = 0.0
     global_threshold: float = 0.0
+    floor: float = 0.0
+    seen: Seen | None = field(default=None, metadata=PASSING)
 
 
 class Verdict:
@@ -172,6 +176,13 @@ def takes_segments(algorithm: Algorithm) -> bool:
     return any(parameter.name == "segments" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
+def look_out(algorithm: Algorithm, state: Any) -> Seen | None:
+    """Return where the algorithm wants to be told what is large while acc is made; None if it does not."""
+    ask = getattr(algorithm, "look_out", None)
+    seen: Seen | None = None if ask is None or state is None else ask(state)
+    return seen
+
+
 def num_wanted(state: State, density: float) -> int:
     """Return k for this state's vector."""
     return num_selected(state.numel, density)
@@ -182,5 +193,5 @@ def taken_of(sent: Tensor, lost: Tensor | None, delivered: Sparse) -> tuple[Tens
 
     `lost` is what rounding took from what was sent.
     """
-    mask = delivered.holds(sent)
-    return sent[mask], None if lost is None else lost[mask]
+    places = delivered.shared(sent)
+    return sent.index_select(0, places), None if lost is None else lost.index_select(0, places)

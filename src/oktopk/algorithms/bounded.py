@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, taken_of
+from oktopk.kernels import kernels_for
 from oktopk.partition import rebalanced_cuts
 from oktopk.reduce import merge
-from oktopk.select import at_least, at_most, sampled_threshold, top_k
+from oktopk.seen import Seen
+from oktopk.select import at_least, at_most, kth_largest, sampled_threshold, top_k
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
 
@@ -33,13 +35,26 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
+WIDE = 1.3
+"""Times k are to be seen above the floor: so much may acc shrink from one step to the next."""
+
+FALL = 0.98
+"""How far the floor goes down after a step that saw fewer, or none in want of a floor."""
+
+SPARSE_ENOUGH = 1 / 32
+"""The largest density at which noting what is large is less than looking for it again."""
+
+SEEN_SAMPLE = 1 << 15
+"""Of what was seen, so many tell the threshold, within about 1 % of k."""
+
+
 def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float, rescale: bool) -> Reduced:
     """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected."""
     capacity = room(k, slack, comm.size)
     with comm.phase("select"):
-        wanted, threshold = _select_locally(acc, state, k, int(slack * k), rescale)
+        wanted = _select_locally(acc, state, k, int(slack * k), rescale)
     with comm.phase("pack"):
-        blocks, sent, lost = _pack(acc, wanted, capacity, state, codec)
+        blocks, sent, lost = _pack(wanted, capacity, state, codec)
     with comm.phase("exchange"):
         arrived = _all_to_all(blocks, comm)
     with comm.phase("reduce"):
@@ -55,7 +70,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
         if max(demands) > capacity * comm.size and k < state.numel:  # at density 1 all fits into even regions alone
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
         least = _smallest(total, state)
-    return Reduced(total, taken, codec.lost(kept), len(sent), threshold, least, rounding)
+    return Reduced(total, taken, codec.lost(kept), len(sent), state.threshold, least, rounding)
 
 
 def room(k: int, slack: float, size: int) -> int:
@@ -63,23 +78,47 @@ def room(k: int, slack: float, size: int) -> int:
     return math.ceil(slack * k / size)
 
 
-def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale: bool) -> tuple[Tensor, float | None]:
-    """Return the indices that reach this step's threshold, and the threshold; none of a refused input."""
+def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale: bool) -> Sparse:
+    """Return what reaches this step's threshold, which it sets; nothing of a refused input."""
+    seen, state.seen = state.seen, None
     if state.verdict != Verdict.FINE:
-        return torch.empty(0, dtype=torch.int64, device=acc.device), None
+        return Sparse.empty(state.numel, acc)
     if rescale and len(state.ranking.scale) > 1:
         # Each rank's own scales: an owner alone decides what it keeps, so nothing has to be agreed upon.
         state.ranking.rescale_(state.ranking.mean_squares(acc))
-    threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
-    return at_most(at_least(acc, threshold, state.ranking), limit, state.step), threshold
+        seen = None  # above floors of other scales
+    found = None if seen is None else _among_seen(seen, state, k)
+    if found is None:
+        state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
+        state.floor = FALL * state.threshold
+        found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
+    return _fitting(found, limit, state.step)
 
 
-def _pack(
-    acc: Tensor, wanted: Tensor, capacity: int, state: OkTopkState, codec: Codec
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def look_out(state: OkTopkState) -> Seen | None:
+    """Return where to note what the next acc has above the floor."""
+    return Seen(state.ranking.bounds.tolist(), state.ranking.thresholds(state.floor)) if state.floor else None
+
+
+def _among_seen(seen: Seen, state: OkTopkState, k: int) -> Sparse | None:
+    """Return what reaches this step's threshold, if all of it was seen; set the threshold, and the next floor."""
+    whole = seen.all_of(state.numel)
+    if whole is None or len(whole[0]) < k:
+        return None
+    index, value = whole
+    score = state.ranking.score(value, index)
+    stride = len(score) // SEEN_SAMPLE + 1
+    sample = score[state.step % stride :: stride]
+    state.threshold = kth_largest(sample, max(round(k / stride), 1))
+    state.floor = kth_largest(sample, round(WIDE * k / stride)) or FALL * state.floor
+    chosen = kernels_for(score).at_least(score, [0, len(score)], [state.threshold])
+    return Sparse(index.index_select(0, chosen), value.index_select(0, chosen), state.numel)
+
+
+def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
-    parts = Sparse.pick(acc, wanted).between(state.cuts)
-    blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=acc.device)
+    parts = wanted.between(state.cuts)
+    blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
     fitting = [_fitting(part, capacity, state.step) for part in parts]
     for block, part, fits in zip(blocks, parts, fitting, strict=True):
         codec.encode_into_(block, fits, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))

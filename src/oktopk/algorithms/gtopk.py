@@ -34,7 +34,7 @@ class GTopk(Sparsifier):
         total = tree.broadcast(mine)
         with comm.phase("apply"):
             # Where an index did not survive, all ranks keep what they sent, and what was cut of it is already theirs.
-            returned = tuple(part[total.holds(part.index)] for part in cut)
+            returned = tuple(part[total.shared(part.index)] for part in cut)
             taken, _ = taken_of(sent, None, total)
         state.step += 1
         return Reduced(total, taken, returned, selected=len(sent))

@@ -18,6 +18,7 @@ from oktopk.algorithms import bounded, paper
 from oktopk.algorithms.base import OkTopkState, Reduced, num_wanted
 from oktopk.errors import one_of, within
 from oktopk.partition import even_cuts
+from oktopk.seen import Seen
 from oktopk.select import Ranking
 from oktopk.values import check_wire
 from oktopk.wire import Codec
@@ -69,6 +70,13 @@ class OkTopk:
         scaled = self.ranking == "scaled" and len(segments)
         ranking = Ranking.by_segment(numel, segments) if scaled else Ranking.by_magnitude(numel)
         return OkTopkState(numel, cuts=even_cuts(numel, comm.size), ranking=ranking)
+
+    def look_out(self, state: OkTopkState) -> Seen | None:
+        """Return where to note what may be selected while acc is made (bounded)."""
+        if self.mode == "paper" or self.density > bounded.SPARSE_ENOUGH:
+            return None
+        state.seen = bounded.look_out(state)
+        return state.seen
 
     def reduce(self, acc: Tensor, state: OkTopkState, comm: Comm) -> Reduced:
         """Return about k pairs: the largest of the sum of what the ranks selected."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oktopk.kernels import cpu, reference
 
-WORTH_COMPILING = 1 << 16
+WORTH_COMPILING = 1 << 14
 """Elements below which numpy is as good, and numba's second of start-up is not worth its while."""
 
 
@@ -24,14 +24,26 @@ class Kernels(Protocol):
     def accumulate(self, grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
         """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
 
+    def accumulate_seeing(self, grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
+        """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+
     def at_least(self, acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
 
     def merge(self, index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
 
-    def holds(self, held: Tensor, index: Tensor) -> Tensor:
-        """Return the mask of those of `index` that are in `held`, both sorted."""
+    def shared(self, held: Tensor, index: Tensor) -> Tensor:
+        """Return the places, in `index`, of what `held` has, too; both are sorted."""
+
+    def pack(self, index: Tensor, width: int) -> tuple[Tensor, int]:
+        """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take.
+
+        A slot of all ones, the marker, says: go on by that much, there is no index here.
+        """
+
+    def unpack(self, packed: Tensor, num_slots: int, width: int) -> Tensor:
+        """Return the indices that were packed into so many slots."""
 
 
 def kernels_for(tensor: Tensor) -> Kernels:

@@ -17,9 +17,10 @@ from torch import Tensor
 from oktopk.kernels import reference
 
 NAME = "cpu (numba)"
-LINE = 8
-"""Elements that are passed over together where none of them reaches the threshold."""
+LINE, CHUNK = 8, 128
+"""Elements that are passed over together where none of them reaches the threshold; lines that are added first."""
 
+BYTE_BITS = 8
 LIKELY = 16
 """At most one element in so many is expected to reach its threshold; where more do, a second pass makes room."""
 
@@ -32,13 +33,28 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return -1 if finite else reference.first_nonfinite(out)
 
 
+def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+    if grad.dtype != out.dtype:
+        return reference.accumulate_seeing(grad, held, out, floor)
+    total = out.numpy()
+    index, value = np.empty(len(total) // LIKELY + LINE, np.int64), np.empty(len(total) // LIKELY + LINE, total.dtype)
+    least = total.dtype.type(reference.held_by(out.dtype, floor))
+    count, finite = _add_seeing(grad.numpy(), held.numpy(), total, *_ordered(total, least), index, value)
+    first_bad = -1 if finite else reference.first_nonfinite(out)
+    if count >= len(index) - LINE:  # there may have been no room for all of them
+        where = at_least(out, [0, len(total)], [floor])
+        return first_bad, where, out.index_select(0, where)
+    return first_bad, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
+
+
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
     """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
     array = acc.numpy()
     for room in (len(array) // LIKELY, len(array)):
         index, count = np.empty(room + LINE, np.int64), 0
         for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False):
-            floor = array.dtype.type(reference.floor(threshold, acc.dtype))
+            floor = array.dtype.type(reference.held_by(acc.dtype, threshold))
             count = _at_least(*_ordered(array[low:high], floor), index, count, low)
             if count > room:
                 break
@@ -59,11 +75,26 @@ def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Ten
     return torch.from_numpy(at), torch.from_numpy(total)
 
 
-def holds(held: Tensor, index: Tensor) -> Tensor:
-    """Return the mask of those of `index` that are in `held`, both sorted."""
-    mask = np.empty(len(index), np.bool_)
-    _holds(held.numpy(), index.numpy(), mask)
-    return torch.from_numpy(mask)
+def shared(held: Tensor, index: Tensor) -> Tensor:
+    """Return the places, in `index`, of what `held` has, too; both are sorted."""
+    places = np.empty(len(index) + 1, np.int64)
+    return torch.from_numpy(places[: _shared(held.numpy(), index.numpy(), places)])
+
+
+def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
+    """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take."""
+    array, marker = index.numpy(), reference.marker_of(width)
+    most = len(array) + (int(array[-1]) // marker if len(array) else 0)
+    packed = np.empty(-(-most * width // BYTE_BITS) + 1, np.uint8)
+    slots = int(_pack(array, width, marker, packed))
+    return torch.from_numpy(packed[: -(-slots * width // BYTE_BITS)]), slots
+
+
+def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
+    """Return the indices that were packed into so many slots."""
+    index = np.empty(num_slots + 1, np.int64)
+    count = _unpack(packed.numpy(), num_slots, width, reference.marker_of(width), index)
+    return torch.from_numpy(index[:count])
 
 
 def _ordered(array: np.ndarray[Any, Any], floor: Any) -> tuple[Any, ...]:
@@ -92,6 +123,40 @@ def _add(grad: Any, held: Any, out: Any) -> Any:
         out[i] = x
         infinite |= not (abs(x) < np.inf)
     return not infinite
+
+
+@_compiled
+def _add_seeing(
+    grad: Any, held: Any, out: Any, bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, value: Any
+) -> Any:
+    """Add, and note what reaches the floor; return how many do, or that there was no room, and whether all are finite.
+
+    Chunk by chunk, so that what was added is looked at while it is in the nearest cache.
+    """
+    count, room, largest_of_all = np.uintp(0), np.uintp(len(index) - LINE), floor
+    whole = len(out) - len(out) % CHUNK
+    for chunk in range(0, whole, CHUNK):
+        for i in range(chunk, chunk + CHUNK):
+            out[i] = grad[i] + held[i]
+        for line in range(chunk, chunk + CHUNK, LINE):
+            largest = bits[line] & magnitude
+            for i in range(1, LINE):
+                largest = max(largest, bits[line + i] & magnitude)
+            if largest >= floor:
+                count = min(count, room)
+                largest_of_all = max(largest_of_all, largest)
+                for i in range(line, line + LINE):
+                    index[count] = i
+                    value[count] = out[i]
+                    count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+    for i in range(whole, len(out)):
+        out[i] = grad[i] + held[i]
+        count = min(count, room)
+        largest_of_all = max(largest_of_all, bits[i] & magnitude)
+        index[count] = i
+        value[count] = out[i]
+        count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+    return count, largest_of_all < infinity
 
 
 @_compiled
@@ -143,9 +208,53 @@ def _merge(index: Any, value: Any, other_index: Any, other_value: Any, where: An
 
 
 @_compiled
-def _holds(held: Any, index: Any, mask: Any) -> None:
-    place = 0
+def _shared(held: Any, index: Any, places: Any) -> Any:
+    """Walk along both, without a branch that depends on which is ahead: it could not be predicted."""
+    i, j, count = 0, 0, 0
+    while i < len(index) and j < len(held):
+        ours, theirs = index[i], held[j]
+        places[count] = i
+        count += ours == theirs
+        i += ours <= theirs
+        j += theirs <= ours
+    return count
+
+
+@_compiled
+def _pack(index: Any, width: Any, marker: Any, packed: Any) -> Any:
+    """Write each gap's slots, lowest bits first; return how many slots there are."""
+    bits, held, at, slots, last = np.uint64(0), 0, 0, 0, 0
     for i in range(len(index)):
-        while place < len(held) and held[place] < index[i]:
-            place += 1
-        mask[i] = place < len(held) and held[place] == index[i]
+        gap = index[i] - last
+        last = index[i]
+        while True:
+            slot = min(gap, marker)
+            bits |= np.uint64(slot) << np.uint64(held)
+            held += width
+            slots += 1
+            while held >= BYTE_BITS:
+                packed[at] = np.uint8(bits & np.uint64(255))
+                bits >>= np.uint64(BYTE_BITS)
+                at, held = at + 1, held - BYTE_BITS
+            if slot < marker:
+                break
+            gap -= marker
+    packed[at] = np.uint8(bits)
+    return slots
+
+
+@_compiled
+def _unpack(packed: Any, num_slots: Any, width: Any, marker: Any, index: Any) -> Any:
+    """Write the index that each slot ends at, over the last one if that was none; return how many there are."""
+    bits, held, at, count, place = np.uint64(0), 0, 0, 0, 0
+    for _ in range(num_slots):
+        while held < width:
+            bits |= np.uint64(packed[at]) << np.uint64(held)
+            at, held = at + 1, held + BYTE_BITS
+        slot: Any = np.int64(bits & np.uint64(marker))
+        bits >>= np.uint64(width)
+        held -= width
+        place += slot
+        index[count] = place
+        count += slot != marker
+    return count

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
-from oktopk.kernels.reference import holds, merge
+from oktopk.kernels.reference import merge, pack, shared, unpack
 
-__all__ = ["NAME", "accumulate", "at_least", "holds", "merge"]
+__all__ = ["NAME", "accumulate", "accumulate_seeing", "at_least", "merge", "pack", "shared", "unpack"]
 
 NAME = "cpu (numpy, in cache-sized pieces)"
 PIECE = 1 << 17  # elements; half a MiB of float32, which leaves room for the scratch beside it in the L2 cache
@@ -34,13 +34,20 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return reference.first_nonfinite(out) if suspect else -1
 
 
+def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+    first_bad = accumulate(grad, held, out)
+    index = at_least(out, [0, len(out)], [floor])
+    return first_bad, index, out.index_select(0, index)
+
+
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
     """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
     array = acc.numpy()
     magnitude, mask = np.empty(PIECE, array.dtype), np.empty(PIECE, np.bool_)
     found = [np.empty(0, np.int64)]
     for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False):
-        limit = array.dtype.type(reference.floor(threshold, acc.dtype))
+        limit = array.dtype.type(reference.held_by(acc.dtype, threshold))
         for start in range(low, high, PIECE):
             piece = array[start : min(start + PIECE, high)]
             np.abs(piece, out=magnitude[: len(piece)])

@@ -17,6 +17,13 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return -1 if is_finite(out) else first_nonfinite(out)
 
 
+def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+    first_bad = accumulate(grad, held, out)
+    index = at_least(out, [0, len(out)], [floor])
+    return first_bad, index, out.index_select(0, index)
+
+
 def first_nonfinite(acc: Tensor) -> int:
     """Return the index of the first NaN or Inf, or -1."""
     bad = acc.isfinite().logical_not_().nonzero()
@@ -42,7 +49,7 @@ def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
     zero has nothing to send.
     """
     found = [
-        (acc[low:high].abs() >= floor(threshold, acc.dtype)).nonzero().view(-1) + low
+        (acc[low:high].abs() >= held_by(acc.dtype, threshold)).nonzero().view(-1) + low
         for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False)
     ]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=acc.device)
@@ -57,15 +64,60 @@ def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Ten
     return union, total
 
 
-def holds(held: Tensor, index: Tensor) -> Tensor:
-    """Return the mask of those of `index` that are in `held`, both sorted."""
+def shared(held: Tensor, index: Tensor) -> Tensor:
+    """Return the places, in `index`, of what `held` has, too; both are sorted."""
     if not len(held):
-        return torch.zeros_like(index, dtype=torch.bool)
+        return index.new_empty(0)
     place = torch.searchsorted(held, index).clamp_(max=len(held) - 1)
-    return held[place] == index
+    return (held[place] == index).nonzero().view(-1)
 
 
-def floor(threshold: float, dtype: torch.dtype) -> float:
+def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
+    """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take.
+
+    A slot of all ones, the marker, says: go on by that much, there is no index here.
+    """
+    slots = _slots(index, marker_of(width))
+    if width == 8:
+        packed = slots.to(torch.uint8)
+    elif width == 16:
+        packed = slots.to(torch.int16).view(torch.uint8)
+    else:
+        even = torch.nn.functional.pad(slots, (0, len(slots) % 2)).view(-1, 2)
+        both = (even[:, 0] | even[:, 1] << 12).to(torch.int32)
+        packed = both.view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)
+    return packed, len(slots)
+
+
+def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
+    """Return the indices that were packed into so many slots."""
+    if width == 8:
+        slots = packed[:num_slots].long()
+    elif width == 16:
+        slots = packed[: 2 * num_slots].view(torch.int16).long() & 0xFFFF
+    else:
+        three = packed[: 3 * ((num_slots + 1) // 2)].long().view(-1, 3)
+        first, second = three[:, 0] | (three[:, 1] & 15) << 8, three[:, 1] >> 4 | three[:, 2] << 4
+        slots = torch.stack([first, second], 1).view(-1)[:num_slots]
+    return slots.cumsum(0)[slots != marker_of(width)]
+
+
+def marker_of(width: int) -> int:
+    """Return the slot of all ones."""
+    return (1 << width) - 1
+
+
+def _slots(index: Tensor, marker: int) -> Tensor:
+    gaps = index.diff(prepend=index.new_zeros(1))
+    further = gaps.div(marker, rounding_mode="floor")
+    if not bool(further.any()):
+        return gaps
+    slots = gaps.new_full((len(gaps) + int(further.sum()),), marker)
+    slots[(further + 1).cumsum(0) - 1] = gaps - further * marker
+    return slots
+
+
+def held_by(dtype: torch.dtype, threshold: float) -> float:
     """Return the threshold as `dtype` can hold it: at least its least positive number, infinite beyond its largest."""
     if threshold > torch.finfo(dtype).max:
         return math.inf
