@@ -164,7 +164,7 @@ def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1
     peers = size - 1
     if algorithm.mode == "bounded":
         words = codec.words(room(k, algorithm.slack, size)) * peers
-        return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
+        return exactly(2 * words, 2 * peers, Call("all_to_all_even", words), Call("all_gather", words))
     return _paper(k, int(algorithm.cap * k), codec, size, segments)
 
 

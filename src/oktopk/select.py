@@ -170,7 +170,7 @@ def top_k(score: Tensor, k: int) -> Tensor:
     threshold = kth_largest(score, min(k, len(score)))
     if threshold == 0:
         return (score > 0).nonzero().view(-1)
-    reach = (score >= threshold).nonzero().view(-1)
+    reach = kernels_for(score).at_least(score, [0, len(score)], [threshold])
     if len(reach) > k:
         ties = (score[reach] == threshold).nonzero().view(-1)
         keep = torch.ones_like(reach, dtype=torch.bool)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from oktopk import Metered
+from oktopk.comm.process_group import LARGE_BYTES
 
 SIZES = (1, 2, 3, 4)
 Run = Callable[..., list[Any]]
@@ -91,6 +92,14 @@ def all_to_all_where_one_rank_gets_everything(comm: Any) -> None:
     assert came.tolist() == ([peer for peer in range(comm.size) for _ in range(4)] if comm.rank == last else [])
 
 
+def all_to_all_even_small_and_large(comm: Any) -> None:
+    for words in (0, 1, 3, LARGE_BYTES // 4 + 1):
+        blocks = torch.arange(comm.size).repeat_interleave(words).view(comm.size, words).int() + 100 * comm.rank
+        came = comm.all_to_all_even(blocks)
+        assert came.shape == blocks.shape
+        assert all(bool((row == 100 * peer + comm.rank).all()) for peer, row in enumerate(came))
+
+
 def exchange_of_any_sizes(comm: Any) -> None:
     blocks = [torch.full((comm.rank * peer,), 10 * comm.rank + peer, dtype=torch.int32) for peer in range(comm.size)]
     came = comm.exchange(blocks)
@@ -157,6 +166,7 @@ CONTRACT = [
     all_to_all_with_uneven_splits,
     all_to_all_with_nothing_at_all,
     all_to_all_where_one_rank_gets_everything,
+    all_to_all_even_small_and_large,
     exchange_of_any_sizes,
     swap_around_the_ring,
     swaps_in_flight_keep_their_order,

@@ -56,7 +56,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
     with comm.phase("pack"):
         blocks, sent, lost = _pack(wanted, capacity, state, codec)
     with comm.phase("exchange"):
-        arrived = _all_to_all(blocks, comm)
+        arrived = comm.all_to_all_even(blocks)
     with comm.phase("reduce"):
         region, demand = _sum(arrived, capacity, state, codec, acc.dtype)
         share = region.nnz if k == state.numel else math.ceil(demand / comm.size)
@@ -130,11 +130,6 @@ def _fitting(part: Sparse, capacity: int, turn: int) -> Sparse:
     if part.nnz <= capacity:
         return part
     return part[at_most(torch.arange(part.nnz, device=part.index.device), capacity, turn)]
-
-
-def _all_to_all(blocks: Tensor, comm: Comm) -> Tensor:
-    words = [blocks.shape[1]] * comm.size
-    return comm.all_to_all(blocks.view(-1), words, words).view_as(blocks)
 
 
 def _sum(arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, int]:

@@ -96,12 +96,17 @@ def _pair_calls(words: int, comm: Comm) -> Iterable[_Call]:
         blocks, counts = torch.zeros(words * comm.size, dtype=torch.int32), [words] * comm.size
         return lambda: comm.all_to_all(blocks, counts, counts)
 
+    def evenly(words: int) -> Callable[[], object]:
+        blocks = torch.zeros(comm.size, words, dtype=torch.int32)
+        return lambda: comm.all_to_all_even(blocks)
+
     def swap(words: int) -> Callable[[], object]:
         block, to, source = torch.zeros(words, dtype=torch.int32), comm.rank + 1, comm.rank - 1
         return lambda: comm.swap(block, to % comm.size, source % comm.size, words).wait()
 
     yield _Call("all_gather", gather(1), gather(words), words * (comm.size - 1))
     yield _Call("all_to_all", to_all(1), to_all(words), words * (comm.size - 1))
+    yield _Call("all_to_all_even", evenly(1), evenly(words), words * (comm.size - 1))
     yield _Call("swap", swap(1), swap(words), words)
 
 

@@ -56,6 +56,10 @@ class Stopwatch(Collectives):
         """See `Comm`."""
         return self.paused(lambda: self._comm.all_to_all(blocks, send, receive))
 
+    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+        """See `Comm`."""
+        return self.paused(lambda: self._comm.all_to_all_even(blocks))
+
     def swap(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:

@@ -52,6 +52,9 @@ class Comm(Protocol):
     def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send the first `send[0]` elements to rank 0, and so on; return what came, `receive[0]` from rank 0 first."""
 
+    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+        """Send row i to rank i; return what came, rank 0's row first. Rows are of one size, on all ranks."""
+
     def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank."""
 
@@ -83,6 +86,11 @@ class Collectives:
     def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
         raise NotImplementedError
+
+    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+        """See `Comm`."""
+        sizes = [blocks.shape[1]] * self.size
+        return self.all_to_all(blocks.view(-1), sizes, sizes).view_as(blocks)
 
     def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """See `Comm`."""

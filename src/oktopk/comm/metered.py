@@ -125,6 +125,14 @@ class Metered:
         self._count("all_to_all", sent, (sum(receive) - receive[self.rank]) * width, start)
         return result
 
+    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+        """See `Comm`."""
+        start = time.perf_counter()
+        result = self._comm.all_to_all_even(blocks)
+        sent = [blocks[0].nbytes] * (self.size - 1)
+        self._count("all_to_all", sent, sum(sent), start)
+        return result
+
     def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """See `Comm`."""
         start = time.perf_counter()
