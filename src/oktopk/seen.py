@@ -54,7 +54,11 @@ class Seen:
         """Return sorted indices and values of what was seen of a vector of `numel`; None if not all was looked at."""
         if self.numel != numel or not self._index or self._starts != sorted(self._starts):
             return None
-        return torch.cat(self._index), torch.cat(self._value)
+        return (
+            (self._index[0], self._value[0])
+            if len(self._index) == 1
+            else (torch.cat(self._index), torch.cat(self._value))
+        )
 
     def _segments(self, start: int, stop: int) -> list[tuple[int, int, float | None]]:
         """Return the parts of start..stop that have one floor each, and that floor; None beyond the last bound."""

@@ -32,7 +32,7 @@ class Sparse:
         assert index.dtype == torch.int64, f"indices must be int64, not {index.dtype}"
         assert self.value.shape == index.shape, f"{len(index)} indices for {self.value.shape} values"
         if len(index):
-            assert bool((index[1:] > index[:-1]).all()), "indices must be strictly increasing"
+            assert kernels_for(index).is_increasing(index), "indices must be strictly increasing"
             first, last = int(index[0]), int(index[-1])
             assert 0 <= first <= last < self.numel, f"indices {first}..{last} leave 0..{self.numel - 1}"
 

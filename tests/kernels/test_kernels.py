@@ -239,6 +239,21 @@ def test_shared_is_what_its_words_say(held: set[int], index: set[int]) -> None:
         assert kernels.shared(ours, asked).tolist() == [place for place, i in enumerate(sorted(index)) if i in held]
 
 
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@given(values=st.lists(st.sampled_from([abs(x) for x in AWKWARD]) | st.floats(0, 1, width=32), min_size=1, max_size=40))
+def test_kth_largest_is_that_of_the_sorted(dtype: torch.dtype, values: list[float]) -> None:
+    score = torch.tensor(values, dtype=dtype).abs()
+    ordered = sorted(score.tolist(), reverse=True)
+    for kernels in (cpu, compiled, reference):
+        assert [kernels.kth_largest(score, k) for k in range(1, len(values) + 1)] == ordered
+
+
+@pytest.mark.parametrize("index", [[], [3], [0, 1, 2], [0, 2, 2], [5, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]], ids=str)
+def test_is_increasing_is_what_its_words_say(index: list[int]) -> None:
+    for kernels in (cpu, compiled, reference):
+        assert kernels.is_increasing(torch.tensor(index, dtype=torch.int64)) == (index == sorted(set(index)))
+
+
 # ---- pack, unpack
 
 

@@ -30,6 +30,12 @@ class Kernels(Protocol):
     def at_least(self, acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
 
+    def kth_largest(self, score: Tensor, k: int) -> float:
+        """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
+
+    def is_increasing(self, index: Tensor) -> bool:
+        """Whether every index is larger than the one before it."""
+
     def merge(self, index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
 

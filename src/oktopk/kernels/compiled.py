@@ -18,9 +18,13 @@ from oktopk.kernels import reference
 
 NAME = "cpu (numba)"
 LINE, CHUNK = 8, 128
-"""Elements that are passed over together where none of them reaches the threshold; lines that are added first."""
+"""Elements that are passed over together where none of them reaches the threshold; elements that are compared first.
+
+A comparison is a byte, so that a line of them is one 64-bit word: zero, for most.
+"""
 
 BYTE_BITS = 8
+BINS_LOG2 = 12
 LIKELY = 16
 """At most one element in so many is expected to reach its threshold; where more do, a second pass makes room."""
 
@@ -61,6 +65,29 @@ def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
         else:
             return torch.from_numpy(index[:count])
     raise AssertionError("there is room for every element")
+
+
+def kth_largest(score: Tensor, k: int) -> float:
+    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score).
+
+    A histogram of their leading bits tells which of them to sort: a few in a hundred.
+    """
+    array = score.numpy()
+    bits, *_ = _ordered(array, array.dtype.type(0))
+    shift = bits.dtype.itemsize * BYTE_BITS - 1 - BINS_LOG2
+    counts = np.zeros(1 << BINS_LOG2, np.int64)
+    _count(bits, shift, counts)
+    above = np.cumsum(counts[::-1])
+    place = int(np.searchsorted(above, k))
+    bin_, rank = len(counts) - 1 - place, k - (int(above[place - 1]) if place else 0)
+    members = np.empty(counts[bin_], array.dtype)
+    _members(bits, array, shift, bin_, members)
+    return float(np.partition(members, -rank)[-rank])
+
+
+def is_increasing(index: Tensor) -> bool:
+    """Whether every index is larger than the one before it."""
+    return bool(_is_increasing(index.numpy()))
 
 
 def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -133,30 +160,32 @@ def _add_seeing(
 
     Chunk by chunk, so that what was added is looked at while it is in the nearest cache.
     """
-    count, room, largest_of_all = np.uintp(0), np.uintp(len(index) - LINE), floor
+    count, room, largest = np.uintp(0), np.uintp(len(index) - LINE), floor
+    reaches = np.zeros(CHUNK, np.uint8)
+    lines = reaches.view(np.uint64)
     whole = len(out) - len(out) % CHUNK
     for chunk in range(0, whole, CHUNK):
         for i in range(chunk, chunk + CHUNK):
             out[i] = grad[i] + held[i]
-        for line in range(chunk, chunk + CHUNK, LINE):
-            largest = bits[line] & magnitude
-            for i in range(1, LINE):
-                largest = max(largest, bits[line + i] & magnitude)
-            if largest >= floor:
+        for i in range(CHUNK):
+            reaches[i] = np.uint8((bits[chunk + i] & magnitude) >= floor)
+        for line in range(CHUNK // LINE):
+            if lines[line]:
                 count = min(count, room)
-                largest_of_all = max(largest_of_all, largest)
-                for i in range(line, line + LINE):
+                for i in range(chunk + line * LINE, chunk + line * LINE + LINE):
+                    key = bits[i] & magnitude
+                    largest = max(largest, key)
                     index[count] = i
                     value[count] = out[i]
-                    count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+                    count += np.uintp(floor <= key <= infinity)
     for i in range(whole, len(out)):
         out[i] = grad[i] + held[i]
-        count = min(count, room)
-        largest_of_all = max(largest_of_all, bits[i] & magnitude)
+        key = bits[i] & magnitude
+        count, largest = min(count, room), max(largest, key)
         index[count] = i
         value[count] = out[i]
-        count += np.uintp(floor <= bits[i] & magnitude <= infinity)
-    return count, largest_of_all < infinity
+        count += np.uintp(floor <= key <= infinity)
+    return count, largest < infinity
 
 
 @_compiled
@@ -166,23 +195,48 @@ def _at_least(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, 
     Unsigned counters: for signed ones every access would ask whether it counts from the end.
     """
     count, room = np.uintp(count), np.uintp(len(index) - LINE)
-    whole = len(bits) - len(bits) % LINE
-    for line in range(0, whole, LINE):
-        largest = bits[line] & magnitude
-        for i in range(1, LINE):
-            largest = max(largest, bits[line + i] & magnitude)
-        if largest >= floor:
-            if count > room:
-                return count
-            for i in range(line, line + LINE):
-                index[count] = start + i
-                count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+    reaches = np.zeros(CHUNK, np.uint8)
+    lines = reaches.view(np.uint64)
+    whole = len(bits) - len(bits) % CHUNK
+    for chunk in range(0, whole, CHUNK):
+        for i in range(CHUNK):
+            reaches[i] = np.uint8((bits[chunk + i] & magnitude) >= floor)
+        for line in range(CHUNK // LINE):
+            if lines[line]:
+                if count > room:
+                    return count
+                for i in range(chunk + line * LINE, chunk + line * LINE + LINE):
+                    index[count] = start + i
+                    count += np.uintp(floor <= bits[i] & magnitude <= infinity)
     for i in range(whole, len(bits)):
         if count > room:
             return count
         index[count] = start + i
         count += np.uintp(floor <= bits[i] & magnitude <= infinity)
     return count
+
+
+@_compiled
+def _count(bits: Any, shift: Any, counts: Any) -> None:
+    for i in range(len(bits)):
+        counts[bits[i] >> shift] += 1
+
+
+@_compiled
+def _members(bits: Any, array: Any, shift: Any, wanted: Any, members: Any) -> None:
+    count = 0
+    for i in range(len(bits)):
+        if bits[i] >> shift == wanted:
+            members[count] = array[i]
+            count += 1
+
+
+@_compiled
+def _is_increasing(index: Any) -> Any:
+    falls = False
+    for i in range(1, len(index)):
+        falls |= index[i] <= index[i - 1]
+    return not falls
 
 
 @_compiled

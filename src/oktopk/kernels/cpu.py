@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
-from oktopk.kernels.reference import merge, pack, shared, unpack
-
-__all__ = ["NAME", "accumulate", "accumulate_seeing", "at_least", "merge", "pack", "shared", "unpack"]
+from oktopk.kernels.reference import is_increasing as is_increasing
+from oktopk.kernels.reference import merge as merge
+from oktopk.kernels.reference import pack as pack
+from oktopk.kernels.reference import shared as shared
+from oktopk.kernels.reference import unpack as unpack
 
 NAME = "cpu (numpy, in cache-sized pieces)"
 PIECE = 1 << 17  # elements; half a MiB of float32, which leaves room for the scratch beside it in the L2 cache
@@ -39,6 +41,11 @@ def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> 
     first_bad = accumulate(grad, held, out)
     index = at_least(out, [0, len(out)], [floor])
     return first_bad, index, out.index_select(0, index)
+
+
+def kth_largest(score: Tensor, k: int) -> float:
+    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
+    return float(np.partition(score.numpy(), -k)[-k])  # half the time of torch.topk
 
 
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:

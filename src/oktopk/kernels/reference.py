@@ -55,6 +55,16 @@ def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=acc.device)
 
 
+def kth_largest(score: Tensor, k: int) -> float:
+    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
+    return float(torch.topk(score, k, sorted=False).values.min())
+
+
+def is_increasing(index: Tensor) -> bool:
+    """Whether every index is larger than the one before it."""
+    return bool((index[1:] > index[:-1]).all())
+
+
 def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
     union, place = torch.unique(torch.cat(list(index)), return_inverse=True)
