@@ -8,8 +8,9 @@ slowest one's time counts, with the split of that rank: waiting for a peer is in
 lap stands apart: it makes buffers, compares settings and, in paper mode, takes the exact thresholds that the others
 reuse.
 
-Selection: accumulating and selecting in one process, against `torch.topk` alone, and against the memory floor: the
-bytes that have to move, at the speed at which `torch.add(a, b, out=c)` moves them in the same run.
+Selection: what a step does before it sends (accumulate, select, pack) on one core, against a triad over the same arrays
+(`torch.add(grad, residual, alpha=2, out=acc)`: what reading two vectors and writing one takes) and against
+`torch.topk(acc.abs(), k)`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic
+from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic, run_local
 from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
-from oktopk.feedback import Residual
-from oktopk.select import Ranking, at_least, num_selected, sampled_threshold
+from oktopk.comm import Comm
+from oktopk.select import num_selected
 
 NUMELS = (1_000_000, 27_569_568)
 RANKS = (2, 4)
@@ -41,6 +42,7 @@ POOL = 3
 """Gradients made in advance and used in turn, so that making them is not timed."""
 WARM_UP = 3
 """Laps before the ones that count; the first of them is reported by itself."""
+PARTS = ("accumulate", "select", "pack")
 PHASES = ("accumulate", "select", "agree", "pack", "exchange", "reduce", "gather", "apply", "other")
 
 Lap = dict[str, Any]
@@ -73,42 +75,46 @@ def hardware() -> dict[str, Any]:
 
 
 def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
-    """Return seconds of accumulating and selecting, of `torch.topk` on the same acc, and of the memory floor."""
-    k, ranking = num_selected(numel, density), Ranking.by_magnitude(numel)
-    grad, residual = heavy_tailed(numel, seed=1), Residual(numel, torch.float32, torch.device("cpu"))
-    residual.held.copy_(heavy_tailed(numel, seed=2))  # fresh zeros would be one page of memory, read from the cache
-    spare = torch.zeros_like(grad)
+    """Return seconds of what a step does before it sends, on one core, of a triad over the same arrays, of torch.topk."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        laps = run_local(1, lambda comm: _selection_laps(comm, numel, density, rounds))[0]
+    finally:
+        torch.set_num_threads(threads)
+    return _selection_summary(numel, num_selected(numel, density), laps)
+
+
+def _selection_laps(comm: Comm, numel: int, density: float, rounds: int) -> list[dict[str, float]]:
+    reducer, out = Reducer(OkTopk(density=density), comm), torch.zeros(numel)
+    pool = [heavy_tailed(numel, seed=i) for i in range(POOL)]
     laps = []
-    for lap in range(-1, rounds):
-        row = {"triad": _seconds(lambda: torch.add(grad, residual.held, out=spare))}
-        row["accumulate"] = _seconds(lambda: residual.accumulate_(grad))
-        acc = residual.accumulate_(grad)
-        row["threshold"] = _seconds(lambda acc=acc, lap=lap: sampled_threshold(acc, k, ranking, seed=lap + 1))
-        threshold = sampled_threshold(acc, k, ranking, seed=lap + 1)
-        row["at_least"] = _seconds(lambda acc=acc, threshold=threshold: at_least(acc, threshold, ranking))
-        row["topk"] = _seconds(lambda acc=acc: torch.topk(acc.abs(), k))
-        row["selected"] = len(at_least(acc, threshold, ranking))
-        laps.append(row)
-    return _selection_summary(numel, k, laps[1:])
+    for turn in range(WARM_UP + rounds):
+        grad = pool[turn % POOL]
+        reducer.all_reduce(grad, out=out)
+        assert reducer.last is not None
+        assert reducer._residual is not None
+        held, spare = reducer._residual.held, reducer._residual.acc  # the step is over: acc is anybody's
+        lap = {part: reducer.last.seconds[part] for part in PARTS}
+        lap["selected"] = reducer.last.selected
+        lap["triad"] = _seconds(lambda grad=grad, held=held, out=spare: torch.add(grad, held, alpha=2.0, out=out))
+        lap["topk"] = _seconds(lambda held=held: torch.topk(held.abs(), num_selected(numel, density)))
+        laps.append(lap)
+    return laps[WARM_UP:]
 
 
 def _selection_summary(numel: int, k: int, laps: list[dict[str, float]]) -> dict[str, Any]:
-    ours = [lap["accumulate"] + lap["threshold"] + lap["at_least"] for lap in laps]
-    bytes_per_s = 12 * numel / median(lap["triad"] for lap in laps)
-    floor_bytes = 16 * numel + 8 * k  # read grad and residual, write acc; read acc, write int64 indices
+    ours = [sum(lap[part] for part in PARTS) for lap in laps]
     return {
         "numel": numel,
         "k": k,
-        "threads": torch.get_num_threads(),
         "selected": median(lap["selected"] for lap in laps),
+        "parts_s": {part: median(lap[part] for lap in laps) for part in PARTS},
         "ours_s": spread(ours),
-        "topk_s": spread([lap["topk"] for lap in laps]),
-        "ratio": spread([our / lap["topk"] for our, lap in zip(ours, laps, strict=True)]),
-        "parts_s": {part: median(lap[part] for lap in laps) for part in ("accumulate", "threshold", "at_least")},
         "triad_s": spread([lap["triad"] for lap in laps]),
-        "bytes_per_s": bytes_per_s,
-        "floor_bytes": floor_bytes,
-        "floor_s": floor_bytes / bytes_per_s,
+        "topk_s": spread([lap["topk"] for lap in laps]),
+        "over_triad": spread([our / lap["triad"] for our, lap in zip(ours, laps, strict=True)]),
+        "over_topk": spread([our / lap["topk"] for our, lap in zip(ours, laps, strict=True)]),
     }
 
 
@@ -251,20 +257,24 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _selection_table(result: dict[str, Any]) -> Table:
-    table = Table(title=f"accumulate + select against torch.topk, density {result['density']:g}, one process, ms")
-    for column in ("n", "accumulate", "threshold", "at_least", "together", "torch.topk", "ratio", "memory floor"):
+    table = Table(title=f"what a step does before it sends, density {result['density']:g}, one core, ms")
+    for column in ("n", *PARTS, "together", "triad", "over triad", "torch.topk", "over torch.topk"):
         table.add_column(column, justify="right")
     for row in result["selection"]:
-        ratio = row["ratio"]
         table.add_row(
             f"{row['numel']:,}",
             *(_ms(seconds) for seconds in row["parts_s"].values()),
             _ms_spread(row["ours_s"]),
+            _ms_spread(row["triad_s"]),
+            _ratio(row["over_triad"]),
             _ms_spread(row["topk_s"]),
-            f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})",
-            f"{_ms(row['floor_s'])} at {row['bytes_per_s'] / 1e9:.1f} GB/s",
+            _ratio(row["over_topk"]),
         )
     return table
+
+
+def _ratio(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
 
 
 def _step_table(steps: dict[str, Any]) -> Table:

@@ -20,7 +20,7 @@ from oktopk.bench import netlab
 from oktopk.bench.netlab import Lab, LabError, sent_bytes
 from oktopk.bench.processes import run_processes
 from oktopk.bench.switch import what_is_left
-from oktopk.errors import SettingError
+from oktopk.errors import PeerError, SettingError
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 50
@@ -353,3 +353,12 @@ def test_processes_pass_on_what_they_are_given() -> None:
         run_processes(print, 2, loss=2)
     with pytest.raises(SettingError, match="delay_ms"):
         run_processes(print, 2, delay_ms=-2)
+
+
+def kill_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(PeerError, match=r"rank \d was killed, most likely for want of memory"):
+        run_processes(kill_oneself, 1)

@@ -190,3 +190,10 @@ def test_without_the_report_extra_nothing_is_measured(monkeypatch: pytest.Monkey
     assert done.exit_code == 2
     assert "pip install 'oktopk[report]'" in done.stderr
     assert not (tmp_path / "results").exists()
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("a file")
+    done = invoke("exchange", "--out", tmp_path / "results")
+    assert done.exit_code == 2
+    assert "--out wants a folder" in done.stderr

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
-WIDE = 1.3
+WIDE = 1.2
 """Times k are to be seen above the floor: so much may acc shrink from one step to the next."""
 
 FALL = 0.98

@@ -170,7 +170,7 @@ def _run(
 ) -> None:
     """Do the work in every setting, and show or keep what it comes to."""
     if out is not None:
-        report.check_possible()
+        report.check_possible(out)
     result = {**about, **provenance(), "notes": notes, "settings": []}
     with bar(Console(stderr=True, highlight=False)) as progress:
         for setting in settings:

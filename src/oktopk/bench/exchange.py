@@ -27,11 +27,11 @@ def time_exchange(numel: int, entries: Sequence[Entry], laps: Laps) -> list[list
 
 
 def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Contender:
-    """Return what exchanges the gradients of `pool` in turn; rivals share `scratch` for their results."""
+    """Return what exchanges the gradients of `pool` in turn; all but PowerSGD share `scratch` for their results."""
     method = METHODS[entry.method]
     if isinstance(method, Ours):
         assert entry.density is not None
-        return _Reduction(method.make(entry.density), pool)
+        return _Reduction(method.make(entry.density), pool, scratch)
     if isinstance(method, AllReduce):
         return _Sum(pool, scratch) if method.dtype == torch.float32 else _CastSum(method.dtype, pool, scratch)
     return _LowRank(method.rank, pool)
@@ -40,8 +40,8 @@ def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Con
 class _Reduction:
     """One `Reducer.all_reduce` into a result that is there already."""
 
-    def __init__(self, algorithm: Algorithm, pool: Sequence[Tensor]) -> None:
-        self.pool, self.out = pool, torch.zeros_like(pool[0])
+    def __init__(self, algorithm: Algorithm, pool: Sequence[Tensor], scratch: Tensor) -> None:
+        self.pool, self.out = pool, scratch
         self.reducer = Reducer(algorithm, ProcessGroupComm())
 
     def prepare(self, turn: int) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import ProcessContext, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from oktopk.bench.netlab import Host, Lab
+from oktopk.errors import PeerError
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 DEADLINE_S = 900.0
@@ -56,11 +57,23 @@ def _run(fn: Callable[..., Any], size: int, args: tuple[Any, ...], lab: Lab | No
 
 def _wait(context: ProcessContext, lab: Lab | None) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while not context.join(timeout=1.0):
+    while not _ended(context):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the benchmark's processes did not end within {DEADLINE_S:g} s")
+            raise PeerError(f"the ranks did not end within {DEADLINE_S:g} s: ask for fewer rounds, methods or elements")
         if lab:
             lab.check()
+
+
+def _ended(context: ProcessContext) -> bool:
+    try:
+        return context.join(timeout=1.0)
+    except ProcessExitedException as error:
+        if error.signal_name != "SIGKILL":
+            raise
+        raise PeerError(
+            f"rank {error.error_index} was killed, most likely for want of memory: "
+            "ask for fewer ranks, methods or elements"
+        ) from None
 
 
 def num_cores() -> int:

@@ -18,8 +18,8 @@ JSON, CSV, PAGE = "results.json", "results.csv", "index.html"
 NEEDED = ("matplotlib", "jinja2")
 
 
-def check_possible() -> None:
-    """Raise, before anything is measured, if what draws and writes the page is missing."""
+def check_possible(folder: Path) -> None:
+    """Raise, before anything is measured, if the folder cannot be, or what draws and writes the page is missing."""
     for module in NEEDED:
         try:
             importlib.import_module(module)
@@ -27,11 +27,14 @@ def check_possible() -> None:
             raise SettingError(
                 f"--out draws plots and writes a page with {module}: pip install 'oktopk[report]'"
             ) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"--out wants a folder to write to, and {folder} cannot be one: {error.strerror}") from None
 
 
 def write_json(result: dict[str, Any], folder: Path) -> None:
     """Write all that is known so far."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON).write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
 
 

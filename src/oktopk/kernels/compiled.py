@@ -44,12 +44,12 @@ def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> 
     total = out.numpy()
     index, value = np.empty(len(total) // LIKELY + LINE, np.int64), np.empty(len(total) // LIKELY + LINE, total.dtype)
     least = total.dtype.type(reference.held_by(out.dtype, floor))
-    count, finite = _add_seeing(grad.numpy(), held.numpy(), total, *_ordered(total, least), index, value)
-    first_bad = -1 if finite else reference.first_nonfinite(out)
-    if count >= len(index) - LINE:  # there may have been no room for all of them
-        where = at_least(out, [0, len(total)], [floor])
-        return first_bad, where, out.index_select(0, where)
-    return first_bad, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
+    bits, key, magnitude, _ = _ordered(total, least)
+    count = _add_seeing(grad.numpy(), held.numpy(), total, bits, key, magnitude, index, value)
+    if count < len(index) - LINE and np.isfinite(value[:count]).all():
+        return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
+    where = at_least(out, [0, len(total)], [floor])  # there may have been no room for all of them, or NaN among them
+    return reference.first_nonfinite(out), where, out.index_select(0, where)
 
 
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
@@ -153,14 +153,12 @@ def _add(grad: Any, held: Any, out: Any) -> Any:
 
 
 @_compiled
-def _add_seeing(
-    grad: Any, held: Any, out: Any, bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, value: Any
-) -> Any:
-    """Add, and note what reaches the floor; return how many do, or that there was no room, and whether all are finite.
+def _add_seeing(grad: Any, held: Any, out: Any, bits: Any, floor: Any, magnitude: Any, index: Any, value: Any) -> Any:
+    """Add, and note what reaches the floor, or is a NaN; return how many do, or that there was no room.
 
     Chunk by chunk, so that what was added is looked at while it is in the nearest cache.
     """
-    count, room, largest = np.uintp(0), np.uintp(len(index) - LINE), floor
+    count, room = np.uintp(0), np.uintp(len(index) - LINE)
     reaches = np.zeros(CHUNK, np.uint8)
     lines = reaches.view(np.uint64)
     whole = len(out) - len(out) % CHUNK
@@ -172,20 +170,17 @@ def _add_seeing(
         for line in range(CHUNK // LINE):
             if lines[line]:
                 count = min(count, room)
-                for i in range(chunk + line * LINE, chunk + line * LINE + LINE):
-                    key = bits[i] & magnitude
-                    largest = max(largest, key)
-                    index[count] = i
-                    value[count] = out[i]
-                    count += np.uintp(floor <= key <= infinity)
+                for i in range(line * LINE, line * LINE + LINE):
+                    index[count] = chunk + i
+                    value[count] = out[chunk + i]
+                    count += np.uintp(reaches[i])
     for i in range(whole, len(out)):
         out[i] = grad[i] + held[i]
-        key = bits[i] & magnitude
-        count, largest = min(count, room), max(largest, key)
+        count = min(count, room)
         index[count] = i
         value[count] = out[i]
-        count += np.uintp(floor <= key <= infinity)
-    return count, largest < infinity
+        count += np.uintp((bits[i] & magnitude) >= floor)
+    return count
 
 
 @_compiled
