@@ -75,7 +75,7 @@ def hardware() -> dict[str, Any]:
 
 
 def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
-    """Return seconds of what a step does before it sends, on one core, of a triad over the same arrays, of torch.topk."""
+    """Return seconds of what a step does before it sends, on one core, of a triad over its arrays, of torch.topk."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -72,8 +72,9 @@ def is_exact(wire: str, dtype: torch.dtype) -> bool:
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `value` as `dtype`; what would overflow becomes the largest finite number, the rest stays to be sent."""
     limit = torch.finfo(dtype).max
-    if torch.finfo(value.dtype).max <= limit:
-        return value.to(dtype)
+    rounded = value.to(dtype)
+    if torch.finfo(value.dtype).max <= limit or (not value.is_cuda and not bool(rounded.isinf().any())):
+        return rounded
     return torch.where(value.isinf(), value, value.clamp(-limit, limit)).to(dtype)  # a sum that overflowed must show
 
 

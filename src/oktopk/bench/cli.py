@@ -18,7 +18,7 @@ from oktopk.bench.exchange import time_exchange
 from oktopk.bench.forecast import error_percent
 from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_methods
 from oktopk.bench.models import check_model
-from oktopk.bench.pays import verdicts_of
+from oktopk.bench.pays import sentences_of, verdicts_of
 from oktopk.bench.provenance import provenance
 from oktopk.bench.settings import Setting, make_settings
 from oktopk.bench.step import BOUND, time_step
@@ -200,8 +200,8 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
         console.print(table_of(setting, f"{title}, {setting['rounds']} lap{'s' * (setting['rounds'] > 1)}"))
         if result["bench"] == "step":
             console.print("\n".join(escape(split_of(row)) for row in setting["rows"]))
-    for verdict in result.get("pays", ()):
-        console.print(escape(verdict["sentence"]))
+    for sentence in sentences_of(result.get("pays", ())):
+        console.print(escape(sentence))
     if out is not None:
         console.print(f"{escape(str(out / report.PAGE))} has it all, with plots")
 

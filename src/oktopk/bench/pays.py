@@ -29,6 +29,18 @@ def verdicts_of(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return verdicts
 
 
+def sentences_of(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the verdicts in sentences, those that say the same of several methods as one.
+
+    >>> sentences_of([{"name": name, "sentence": f"{name}, P = 4: it pays"} for name in ("bf16", "topka")])
+    ['bf16, topka, P = 4: it pays']
+    """
+    names: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        names.setdefault(verdict["sentence"].removeprefix(verdict["name"]), []).append(verdict["name"])
+    return [", ".join(same) + rest for rest, same in names.items()]
+
+
 def crossings(points: Sequence[Point]) -> list[tuple[float, float, float | None]]:
     """Return where it changes whether a method pays: between which two points, and where between them.
 

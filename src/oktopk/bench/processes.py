@@ -66,7 +66,7 @@ def _wait(context: ProcessContext, lab: Lab | None) -> None:
 
 def _ended(context: ProcessContext) -> bool:
     try:
-        return context.join(timeout=1.0)
+        return bool(context.join(timeout=1.0))
     except ProcessExitedException as error:
         if error.signal_name != "SIGKILL":
             raise

@@ -60,7 +60,7 @@ class Config:
     dense_steps: int = setting(128, "steps before the first sparse one")
     ranking: str = setting("scaled", "oktopk: what is large: magnitude, or scaled (by each tensor's rms)")
     mode: str = setting("bounded", "oktopk: bounded (a hard cap on traffic) or paper")
-    wire: str = setting("fp32", "values as they travel: fp32 or bf16")
+    wire: str = setting("fp32", "values as they travel: fp32, bf16 or int8")
     momentum_correction: bool = setting(False, "DGC: momentum before selection, in place of the optimizer's")
 
     seed: int = setting(0, "of weights, order and augmentation")
