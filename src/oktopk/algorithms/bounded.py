@@ -108,7 +108,7 @@ def _among_seen(seen: Seen, state: OkTopkState, k: int) -> Sparse | None:
     index, value = whole
     score = state.ranking.score(value, index)
     stride = len(score) // SEEN_SAMPLE + 1
-    sample = score[state.step % stride :: stride]
+    sample = score[state.step % stride :: stride].contiguous()
     state.threshold = kth_largest(sample, max(round(k / stride), 1))
     state.floor = kth_largest(sample, round(WIDE * k / stride)) or FALL * state.floor
     chosen = kernels_for(score).at_least(score, [0, len(score)], [state.threshold])
