@@ -72,9 +72,12 @@ def is_exact(wire: str, dtype: torch.dtype) -> bool:
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `value` as `dtype`; what would overflow becomes the largest finite number, the rest stays to be sent."""
     limit = torch.finfo(dtype).max
-    rounded = value.to(dtype)
-    if torch.finfo(value.dtype).max <= limit or (not value.is_cuda and not bool(rounded.isinf().any())):
-        return rounded
+    if torch.finfo(value.dtype).max <= limit or not value.numel():
+        return value.to(dtype)
+    if not value.is_cuda:  # where to ask costs nothing: few values are so large
+        low, high = value.aminmax()
+        if max(-float(low), float(high)) <= limit:
+            return value.to(dtype)
     return torch.where(value.isinf(), value, value.clamp(-limit, limit)).to(dtype)  # a sum that overflowed must show
 
 
