@@ -21,7 +21,7 @@ def algorithms(density: float, **periods: int) -> dict[str, Any]:
     """Return every algorithm in every setting that changes what it does, by name."""
     made: dict[str, Any] = {"dense": Dense()}
     for wire in WIRES:
-        for cls in (TopkA, TopkDSA, GTopk, GaussianK):
+        for cls in (TopkDSA, GTopk) if wire == "int8" else (TopkA, TopkDSA, GTopk, GaussianK):
             made[f"{cls.__name__.lower()}-{wire}"] = cls(density=density, wire=wire)
         for mode in ("bounded", "paper"):
             for ranking in ("scaled",) if wire == "int8" else ("magnitude", "scaled"):

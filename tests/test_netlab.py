@@ -139,6 +139,7 @@ def test_a_round_trip_takes_twice_the_delay(capfd: pytest.CaptureFixture[str]) -
 
 
 @needs_a_lab
+@pytest.mark.slow
 def test_the_share_that_gets_lost_is_the_one_set(capfd: pytest.CaptureFixture[str]) -> None:
     # Each of 2000 gets there and back with 0.8 * 0.8: 1280, with a standard deviation of 21.
     assert 1150 < ask(NUM_BACK, capfd, loss=0.2) < 1410
@@ -153,6 +154,7 @@ def sum_with_losses(numel: int) -> dict[str, float]:
 
 
 @needs_a_lab
+@pytest.mark.slow
 def test_losses_are_made_good() -> None:
     ranks = run_processes(sum_with_losses, 2, 1_000_000, loss=0.01)
     assert [rank["wrong"] for rank in ranks] == [0, 0]
@@ -206,6 +208,7 @@ def end_the_switch() -> None:
 
 
 @needs_a_lab
+@pytest.mark.slow
 def test_processes_end_with_the_switch() -> None:
     with pytest.raises(LabError, match="the switch ended with -9"):
         run_processes(end_the_switch, 2, delay_ms=1)
@@ -284,6 +287,7 @@ def test_the_command_sees_what_torchrun_would_tell_it() -> None:
 
 
 @needs_a_lab
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_with_its_words() -> None:
     fail = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('rank one is out')\ntime.sleep(40)"
     lab = start(sys.executable, "-c", fail)

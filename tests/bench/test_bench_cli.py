@@ -67,6 +67,7 @@ def check_rows(setting: dict[str, Any], names: list[str], rounds: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lab")
+@pytest.mark.slow
 def test_an_exchange_over_the_loopback_by_every_method() -> None:
     words = ["--numel", NUMEL, "--ranks", 2, "--rounds", 2, "--methods", "all"]
     result = results("exchange", *words)

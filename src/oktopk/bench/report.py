@@ -35,6 +35,7 @@ def check_possible(folder: Path) -> None:
 
 def write_json(result: dict[str, Any], folder: Path) -> None:
     """Write all that is known so far."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON).write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
 
 
