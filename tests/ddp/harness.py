@@ -128,6 +128,7 @@ def _world(task: Task, rank: int) -> Iterator[None]:
     store = dist.FileStore(task.store, task.size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task.size, timeout=timeout)
     try:
+        dist.barrier()  # or a rank with little to do leaves while others still connect to it
         yield
     except Exception:
         gc.collect()  # what the job left attached belongs to this world
