@@ -32,14 +32,13 @@ from rich.table import Table
 from torch import Tensor
 
 from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic, run_local
+from oktopk.bench.gradients import POOL, heavy_tailed, make_pool
 from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
 from oktopk.comm import Comm
 from oktopk.select import num_selected
 
 NUMELS = (1_000_000, 27_569_568)
 RANKS = (2, 4)
-POOL = 3
-"""Gradients made in advance and used in turn, so that making them is not timed."""
 WARM_UP = 3
 """Laps before the ones that count; the first of them is reported by itself."""
 PARTS = ("accumulate", "select", "pack")
@@ -148,8 +147,7 @@ def _step_summary(ranks: list[list[Lap]]) -> dict[str, Any]:
 
 
 def _time_rank(numel: int, density: float, rounds: int) -> dict[str, list[Lap]]:
-    pool = [heavy_tailed(numel, seed=100 * dist.get_rank() + i) for i in range(POOL)]
-    return _laps(_contenders(numel, density), pool, WARM_UP + rounds)
+    return _laps(_contenders(numel, density), make_pool(numel), WARM_UP + rounds)
 
 
 def _laps(contenders: dict[str, Contender], pool: list[Tensor], rounds: int) -> dict[str, list[Lap]]:
@@ -234,12 +232,6 @@ def _contenders(numel: int, density: float) -> dict[str, Contender]:
         "dense all_reduce": DenseSum(numel),
         "torch.topk alone": TopK(num_selected(numel, density)),
     }
-
-
-def heavy_tailed(numel: int, seed: int) -> Tensor:
-    """Return a gradient of which few elements carry most."""
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    return gradient.pow_(3)
 
 
 def _seconds(work: Callable[[], Any]) -> float:
