@@ -7,6 +7,7 @@ is it known that every rank's whole gradient was finite, and the residuals are c
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -162,6 +163,11 @@ class Attached:
     def residual(self) -> dict[str, Tensor]:
         """A copy of what this rank has not delivered yet, by parameter, flat."""
         return {name: tensor for lane in self._exchange.lanes for name, tensor in lane.by_name()["residual"].items()}
+
+    def residual_norm(self) -> float:
+        """Return the norm of what this rank has not delivered yet: a pass over all of it, so not for every step."""
+        norms = [float(torch.linalg.vector_norm(lane.residual.held)) for lane in self._exchange.lanes]
+        return math.hypot(*norms)
 
     @property
     def algorithm(self) -> Algorithm:

@@ -145,12 +145,13 @@ class Lane:
             self._deliver_(grads, split, reduced, plan, comm.size)
             for name in self._silent:
                 self._undo_(self._spans[name])
-        return self._record(split, reduced, plan, comm.take())
+        return self._record(split, reduced, plan, comm.take(), comm.size)
 
     def refused(self, plan: Plan, comm: Metered) -> StepRecord:
         """Return the record of a step that this lane refused: nothing was delivered."""
         none = Reduced(Sparse.empty(0, self.residual.held), slice(0), selected=0)
-        return replace(self._record(self.residual.held.numel(), none, plan, comm.take()), skipped=True)
+        made = self._record(self.residual.held.numel(), none, plan, comm.take(), comm.size)
+        return replace(made, skipped=True)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""
@@ -224,7 +225,7 @@ class Lane:
             if together is None:
                 self._take_apart(side, grads, comm)
             started.add_(comm.take())
-            return self._record(0, None, plan, started)
+            return self._record(0, None, plan, started, comm.size)
 
         return end
 
@@ -280,7 +281,7 @@ class Lane:
         if self.velocity is not None:
             self.velocity.acc[span] = self.velocity.held[span]
 
-    def _record(self, split: int, reduced: Reduced | None, plan: Plan, traffic: Traffic) -> StepRecord:
+    def _record(self, split: int, reduced: Reduced | None, plan: Plan, traffic: Traffic, size: int) -> StepRecord:
         numel, side = self.residual.held.numel(), self.residual.held.numel() - split
         pairs = reduced.sum.nnz if reduced is not None and isinstance(reduced.sum, Sparse) else 0
         nnz = side + (pairs if reduced is None or isinstance(reduced.sum, Sparse) else split)
@@ -300,6 +301,10 @@ class Lane:
             messages=traffic.messages,
             seconds=dict(traffic.phase_seconds),
             sent_by_phase=traffic.sent_by_phase,
+            collectives=traffic.by_collective,
+            world_size=size,
+            side_numel=side,
+            nnz_by_owner=() if reduced is None else _nnz_by_owner(reduced.sum, self.state),
             threshold=None if reduced is None else reduced.threshold,
             global_threshold=None if reduced is None else reduced.global_threshold,
         )
@@ -346,6 +351,14 @@ def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list
             lanes.append(Lane(open_lanes.pop(kind), *kind))
             limit = cap_bytes
     return lanes + [Lane(pieces, *kind) for kind, pieces in open_lanes.items()]
+
+
+def _nnz_by_owner(total: Sparse | Tensor, state: Any) -> tuple[int, ...]:
+    """Return how much of the result lies between the cuts of the index space, if the algorithm makes any."""
+    cuts = getattr(state, "cuts", None)
+    if not isinstance(total, Sparse) or not isinstance(cuts, Tensor) or not total.numel:
+        return ()
+    return tuple(torch.searchsorted(total.index, cuts.to(total.index)).diff().tolist())
 
 
 def _spans(pieces: Sequence[Piece]) -> dict[str, slice]:

@@ -6,14 +6,18 @@ import json
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
 from oktopk.wire import WORD_BYTES
 
 PAIR_BYTES = 2 * WORD_BYTES
+
+PHASES = ("accumulate", "select", "pack", "exchange", "reduce", "gather", "apply", "agree", "side")
+"""Of the built-in algorithms, in the order in which a step goes through them; "side" is what travels dense."""
 
 _log = logging.getLogger("oktopk")
 
@@ -36,6 +40,13 @@ class StepRecord:
     messages             measured: messages this rank sent
     seconds              measured: by phase of the algorithm
     sent_by_phase        measured: bytes sent, by phase of the algorithm
+    collectives          measured: calls, bytes and message sizes, by "phase/collective"; empty for a `Reducer`, whose
+                         `traffic` has them
+    world_size           P; None for a `Reducer`
+    side_numel           elements that travelled dense beside the sparse ones; numel for a dense step; None for a
+                         `Reducer`
+    nnz_by_owner         elements of the result in each rank's region, as the regions are cut after the step; empty if
+                         there are none
     threshold            the local threshold of this step, as a score; None if there was none
     global_threshold     the smallest score that was delivered, or the threshold for it; None if there was none
     skipped              the step was refused (non-finite) and nothing was delivered
@@ -59,6 +70,10 @@ class StepRecord:
     messages: int
     seconds: dict[str, float] = field(default_factory=dict)
     sent_by_phase: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, dict[str, Any]] = field(default_factory=dict)
+    world_size: int | None = None
+    side_numel: int | None = None
+    nnz_by_owner: tuple[int, ...] = ()
     threshold: float | None = None
     global_threshold: float | None = None
     skipped: bool = False
@@ -107,10 +122,27 @@ def total_of(parts: Sequence[StepRecord], *, step: int, phase: str) -> StepRecor
         messages=sum(part.messages for part in parts),
         seconds=dict(seconds),
         sent_by_phase=dict(sent),
+        collectives=_all_collectives(part.collectives for part in parts),
+        world_size=parts[0].world_size if parts else None,
+        side_numel=_total([part.side_numel for part in parts]),
+        nnz_by_owner=tuple(map(sum, zip_longest(*(part.nnz_by_owner for part in parts), fillvalue=0))),
         threshold=_mean([part.threshold for part in parts]),
         global_threshold=_mean([part.global_threshold for part in parts]),
         buckets=tuple(parts),
     )
+
+
+def _all_collectives(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the collectives of several reductions together."""
+    together: dict[str, dict[str, Any]] = {}
+    for name, made in (item for part in parts for item in part.items()):
+        known = together.setdefault(name, {"calls": 0, "sent_bytes": 0, "received_bytes": 0, "sizes": []})
+        for count in ("calls", "sent_bytes", "received_bytes"):
+            known[count] += made[count]
+        sizes = Counter(dict(known["sizes"]))
+        sizes.update(dict(made["sizes"]))
+        known["sizes"] = [[size, count] for size, count in sorted(sizes.items())]
+    return together
 
 
 class Sink(Protocol):
@@ -303,6 +335,11 @@ def _shown(value: float | None) -> str:
     if value is None:
         return "n/a"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

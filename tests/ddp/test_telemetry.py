@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -71,6 +72,44 @@ def run_with_sinks(folder: Path) -> Recorded:
 @pytest.fixture(scope="module")
 def recorded(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
     return worlds.run(2, run_with_sinks, tmp_path_factory.mktemp("sinks"))
+
+
+def test_collectives_say_in_detail_what_the_totals_say(recorded: list[Recorded]) -> None:
+    for record in (record for seen in recorded for record in seen.records):
+        made = record.collectives
+        assert sum(each["sent_bytes"] for each in made.values()) == record.sent_bytes
+        assert sum(each["received_bytes"] for each in made.values()) == record.received_bytes
+        assert sum(count for each in made.values() for _, count in each["sizes"]) == record.messages
+        for each in made.values():
+            assert sum(size * count for size, count in each["sizes"]) == each["sent_bytes"]
+        for phase, sent in record.sent_by_phase.items():
+            assert sum(each["sent_bytes"] for name, each in made.items() if name.startswith(f"{phase}/")) == sent
+        assert all(each["calls"] > 0 for each in made.values())
+
+
+def test_what_is_delivered_is_somebodys_or_travelled_dense(recorded: list[Recorded]) -> None:
+    biases = sum(parameter.numel() for name, parameter in Net().named_parameters() if name.endswith("bias"))
+    for record in (record for seen in recorded for record in seen.records):
+        assert record.world_size == 2
+        assert record.side_numel == (NUMEL if record.phase == "dense" else biases)
+        assert sum(record.nnz_by_owner) == record.nnz - record.side_numel
+        assert len(record.nnz_by_owner) == (0 if record.phase == "dense" else 2)
+
+
+def run_for_the_norm() -> tuple[float, float]:
+    run = Run(dense_steps=0)
+    for step in range(2):
+        run.step(step)
+    held = torch.cat(list(run.attached.residual.values()))
+    norms = run.attached.residual_norm(), float(held.double().norm())
+    run.attached.detach()
+    return norms
+
+
+def test_the_norm_of_what_is_held_back(worlds: Worlds) -> None:
+    for told, computed in worlds.run(2, run_for_the_norm):
+        assert told == pytest.approx(computed, rel=1e-5)
+        assert told > 0
 
 
 def test_every_step_has_a_record_from_the_very_first(recorded: list[Recorded]) -> None:

@@ -27,6 +27,7 @@ from oktopk.train.health import DivergedError
 from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
+from oktopk.train.records import SPLIT, read_records
 from tests.train.runs import Ended, last, num_steps, same_weights, succeed, train
 
 pytestmark = pytest.mark.processes
@@ -80,6 +81,25 @@ def test_crossing_the_boundary(mixed: Ended) -> None:
         assert step["compression_ratio"] == pytest.approx(step["numel"] / step["nnz"])
         assert step["sent_bytes"] < 0.1 * steps[0]["sent_bytes"]
     assert_all_finite(mixed)
+
+
+def test_every_rank_has_its_figures_and_rank_0s_are_those_of_the_step(mixed: Ended) -> None:
+    for step in (record for record in read_records(mixed.folder / "metrics.jsonl") if record["kind"] == "step"):
+        first, *others = step["ranks"]
+        assert len(others) == 1
+        assert first["seconds"] == step["seconds"]
+        assert first["sent_by_phase"] == step["sent_by_phase"]
+        assert (first["messages"], first["residual_norm"]) == (step["messages"], step["residual_norm"])
+        assert {name: first[name] for name in SPLIT} == step["split"]
+        for rank in step["ranks"]:
+            assert sum(rank["sent_by_phase"].values()) == rank["sent_bytes"]
+        assert (step["residual_norm"] is not None) == (
+            step["phase"] == "sparse" and step["step"] % loop.RESIDUAL_EVERY == 0
+        )
+
+
+def test_a_run_that_ends_says_so_last(mixed: Ended) -> None:
+    assert (mixed.records[-1]["event"], mixed.records[-1]["step"]) == ("end", 16)
 
 
 def test_the_first_sparse_step_is_announced_once(mixed: Ended) -> None:
@@ -483,6 +503,9 @@ def test_a_nan_stops_all_ranks_with_one_message(tmp_path: Path, tiny: Settings, 
     assert message not in str(ended.results[1])
     assert "nan" not in message.lower().split()
     assert len(ended.steps) == step  # the step that was none is an event
+    failed = ended.records[-1]
+    assert (failed["event"], failed["step"]) == ("failed", step)
+    assert message in failed["message"]
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])

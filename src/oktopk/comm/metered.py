@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,19 @@ class Traffic:
         for (phase, _), count in self.sent.items():
             phases[phase] += count
         return dict(phases)
+
+    @property
+    def by_collective(self) -> dict[str, dict[str, Any]]:
+        """Calls, bytes and [size, messages] pairs by "phase/collective": plain data, as a record holds it."""
+        return {
+            "/".join(key): {
+                "calls": calls,
+                "sent_bytes": self.sent[key],
+                "received_bytes": self.received[key],
+                "sizes": [[size, count] for size, count in sorted(self.sizes[key].items())],
+            }
+            for key, calls in self.calls.items()
+        }
 
     def add_(self, other: Traffic) -> None:
         """Count the other's traffic as well."""

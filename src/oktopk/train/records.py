@@ -4,7 +4,7 @@ Every line is an object with a `kind`:
 
     run      at the start: settings, workers, plan
     step     a step: the fields of `StepRecord` as rank 0 measured them, and
-             epoch, loss (mean over workers), lr, grad_norm, utterances (of all workers),
+             epoch, loss (mean over workers), lr, grad_norm, residual_norm, utterances (of all workers),
              split (seconds of the step on rank 0: data, compute, wait, update) and ranks (the same figures by worker)
     epoch    after an epoch: train_loss, and val_loss, wer, cer if it was validated
     event    something that happened: event, step, message
@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from oktopk.telemetry import PHASES
 from oktopk.train.rundir import write_text, writing
 
 Record = dict[str, Any]
 VERSION = 1
 SPLIT = ("data", "compute", "wait", "update")
+RANK_FIGURES = (
+    "loss", "utterances", "characters", "sent_bytes", "received_bytes", "selected", *SPLIT, "messages", "residual_norm",
+)  # fmt: skip
 
 
 class MetricsFile:
@@ -46,6 +50,18 @@ class MetricsFile:
         """Take no more; what the disk had no room for was told by `write`."""
         with suppress(OSError):
             self._file.close()
+
+
+def by_rank_of(row: Sequence[float]) -> Record:
+    """Return what a worker measured in a step, as `ranks` has it, of the numbers in the order of `RANK_FIGURES`."""
+    names = ("seconds", "sent_by_phase")
+    count, phases = len(RANK_FIGURES), len(PHASES)
+    assert len(row) == count + len(names) * phases
+    figures: Record = {name: finite(value) for name, value in zip(RANK_FIGURES, row, strict=False)}
+    for i, name in enumerate(names):
+        part = row[count + i * phases : count + (i + 1) * phases]
+        figures[name] = {phase: value for phase, value in zip(PHASES, part, strict=True) if value}
+    return figures
 
 
 def forget_from(path: Path, step: int, epoch: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from oktopk.train.records import MetricsFile, Record, forget_from, read_records, summarise
-from oktopk.train.rundir import RunDir, write_text, writing
+from oktopk.train.rundir import RunDir, RunError, write_text, writing
 
 
 class Scribe:
@@ -16,6 +17,7 @@ class Scribe:
         self.run, self.rank = run, rank
         self._metrics: MetricsFile | None = None
         self._board: Any = None
+        self._next_step = 0
         if rank == 0:
             self._open(purge_step=None)
 
@@ -28,6 +30,7 @@ class Scribe:
 
     def go_on_from(self, step: int, epoch: int) -> None:
         """Forget the steps from `step` and the epochs from `epoch`, which a resumed run is about to do again."""
+        self._next_step = step
         if self._metrics is not None:
             self.close()
             forget_from(self.run.metrics, step, epoch)
@@ -44,6 +47,7 @@ class Scribe:
     def step(self, **values: Any) -> Record:
         """Write a step, and return its record."""
         record = self._write("step", **values)
+        self._next_step = record["step"] + 1
         names = (
             "loss",
             "lr",
@@ -69,6 +73,12 @@ class Scribe:
         """Write that something happened."""
         self._write("event", event=event, step=step, message=message)
         self.log(f"{event}: {message}")
+
+    def failed(self, why: str) -> None:
+        """Write, in the log and as the last record, what ended the run; if not even that can be written, go on."""
+        self.log(why)
+        with suppress(RunError, ValueError):  # a full disk, or a file that was closed: the error itself is raised
+            self._write("event", event="failed", step=self._next_step, message=why)
 
     def log(self, line: str) -> None:
         """Write a line into this worker's log."""

@@ -74,7 +74,7 @@ def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir)
             _open(job, trainer, run, plan)
             summary = trainer.run()
     except BaseException as error:
-        scribe.log(f"ended by {type(error).__name__}: {error}")
+        scribe.failed(f"ended by {type(error).__name__}: {error}")
         raise
     finally:
         scribe.close()
@@ -99,6 +99,7 @@ def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
         config=vars(job.config),
         workers=plan.workers,
         numel=plan.numel,
+        sparse_numel=plan.sparse_numel,
         steps=plan.steps,
         planned_sparse_steps=plan.sparse_steps,
         dense_bytes=plan.dense_bytes,
