@@ -1,0 +1,277 @@
+"""One training, and many of them beside each other.
+
+All settings of a seed share their dense steps: these are made once, the trunk, and every setting branches off there.
+Ranks are threads of `run_local`; rank 0 computes all workers' gradients, then all ranks exchange theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.learning.learner import Learner, Rates
+from bench.learning.mechanisms import Exchange
+from bench.learning.settings import Setting
+from bench.learning.speech import Recordings, Speech
+from oktopk import Comm, run_local
+from oktopk.train.config import Config
+
+TIMEOUT_S = 600.0
+CURVES = ("loss", "sent_bytes", "selected_over_k", "residual_norm", "grad_norm", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One training: `setting` from step `dense_steps` on, to `steps` in all.
+
+    config          the trainer's: net, optimizer, batch size, augmentation, seed
+    evaluate_every  epochs
+    corpus          a packed file; None: what the config says
+    scratch         where trunks are
+    until           a time (`time.time`) at which the training ends wherever it is; 0: none
+    threads         of torch, in each process
+    """
+
+    config: Config
+    setting: Setting
+    steps: int
+    workers: int
+    device: str
+    evaluate_every: int
+    corpus: Path | None
+    scratch: Path
+    until: float = 0.0
+    threads: int = 1
+
+    @property
+    def trunk(self) -> Path:
+        """The file of the dense steps that this training begins with."""
+        return self.scratch / f"trunk-{self.config.seed}-{min(self.setting.dense_steps, self.steps)}.pt"
+
+    @property
+    def dense_part(self) -> Task:
+        """The training that makes the trunk."""
+        dense = replace(self.setting, algorithm="dense", name="trunk")
+        return replace(self, setting=dense, steps=min(self.setting.dense_steps, self.steps))
+
+
+@dataclass
+class Record:
+    """What a training leaves: a value a step for each curve, and the evaluations."""
+
+    loss: list[float] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    selected_over_k: list[float] = field(default_factory=list)
+    residual_norm: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    ended: str = ""
+
+
+def run_all(tasks: Sequence[Task], jobs: int, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Yield the results of the tasks as they end, `jobs` at a time, after the trunks that they share."""
+    trunks = {task.trunk: task.dense_part for task in tasks if not task.trunk.exists()}
+    with _Pool(jobs) as pool:
+        for result in pool.run(_make_trunk, list(trunks.values())):
+            say(_line(result))
+        for result in pool.run(run, tasks):
+            say(_line(result))
+            yield result
+
+
+def run(task: Task) -> dict[str, Any]:
+    """Return the figures of one training; one that fails says why instead of ending the others."""
+    start, training = time.perf_counter(), Training(task)
+    training.go_on_from(task.trunk)
+    try:
+        training.train()
+    except Exception:
+        training.record.ended = traceback.format_exc(limit=-3)
+    return _result(training, time.perf_counter() - start)
+
+
+def _make_trunk(task: Task) -> dict[str, Any]:
+    start, training = time.perf_counter(), Training(task)
+    training.train()
+    training.save(task.trunk)
+    return _result(training, time.perf_counter() - start)
+
+
+class Training:
+    """A learner, its data and its record, driven by P threads."""
+
+    def __init__(self, task: Task) -> None:
+        torch.set_num_threads(task.threads)
+        self.task, self.device = task, torch.device(task.device)
+        config = task.config
+        self.speech = _speech(task.corpus, config, task.workers, task.device)
+        self.learner = Learner(config, task.workers, self.device)
+        self.record, self.first = Record(), 0
+
+    def save(self, path: Path) -> None:
+        """Write where this training is."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        torch.save({"learner": self.learner.state_dict(), "record": asdict(self.record)}, unfinished)
+        unfinished.replace(path)
+
+    def go_on_from(self, path: Path) -> None:
+        """Begin where another ended."""
+        saved = torch.load(path, map_location=self.device, weights_only=True)
+        self.learner.load_state_dict(saved["learner"])
+        self.record = Record(**saved["record"])
+        self.first = len(self.record.loss)
+
+    def train(self) -> None:
+        """Make all steps."""
+        run_local(self.task.workers, self._rank, timeout=TIMEOUT_S)
+
+    def _rank(self, comm: Comm) -> None:
+        """Be one rank: exchange its gradients. Rank 0 also computes those of all, and makes the update."""
+        config, setting, learner = self.task.config, self.task.setting, self.learner
+        exchange = Exchange(
+            setting, comm, learner.layout, device=self.device, clip=config.clip, momentum=config.momentum
+        )
+        if comm.rank == 0:
+            self._sent = [0] * comm.size
+        for step in range(self.first, self.task.steps):
+            if comm.rank == 0:
+                self._begin(step)
+            _meet(comm)
+            if self.record.ended:
+                return
+            mean = _exchanged(exchange, learner.grads[comm.rank], step, learner.optimizer.buffer)
+            self._sent[comm.rank] = exchange.take_sent_bytes()
+            _meet(comm)
+            if comm.rank == 0:
+                self._end(step, mean, exchange)
+
+    def _begin(self, step: int) -> None:
+        """Compute the gradients of a step; end the training if they mean nothing, or if time is up."""
+        self._start = time.perf_counter()
+        losses = self.learner.fill_gradients(step, self.speech)
+        self._loss = float(losses.mean())
+        self.record.compute_s.append((time.perf_counter() - self._start) / self.task.workers)
+        if not math.isfinite(self._loss):
+            self.record.ended = f"diverged at step {step}"
+        elif self.task.until and time.time() > self.task.until:
+            self.record.ended = f"out of time at step {step}"
+        elif step == self.task.setting.dense_steps:
+            self.learner.optimizer.buffer *= self.task.setting.buffer
+
+    def _end(self, step: int, mean: Tensor, exchange: Exchange) -> None:
+        """Make the update, and note what the step was."""
+        epoch, place = divmod(step, self.speech.steps_per_epoch)
+        norm = self.learner.update(mean, Rates.at(self.task.config, self.task.setting, step, epoch))
+        norms = torch.stack([norm, exchange.residual.held.norm()]).tolist()
+        record = self.record
+        record.loss.append(self._loss)
+        record.sent_bytes.append(max(self._sent))
+        record.selected_over_k.append(exchange.selected_over_k)
+        record.grad_norm.append(norms[0])
+        record.residual_norm.append(norms[1])
+        record.seconds.append(time.perf_counter() - self._start)
+        last = step + 1 == self.task.steps
+        if last or (place + 1 == self.speech.steps_per_epoch and (epoch + 1) % self.task.evaluate_every == 0):
+            record.evaluations.append({"step": step + 1, **self.learner.evaluate(self.speech)})
+
+
+def _exchanged(exchange: Exchange, grad: Tensor, step: int, buffer: Tensor) -> Tensor:
+    setting = exchange.setting
+    if setting.is_dense or step < setting.dense_steps:
+        return exchange.dense(grad)
+    if exchange.sparse_step == 0:
+        exchange.begin(buffer)
+    return exchange.sparse(grad)
+
+
+def _meet(comm: Comm) -> None:
+    """Wait for all ranks."""
+    comm.all_gather(torch.zeros(1))
+
+
+@lru_cache(maxsize=2)
+def _recordings(corpus: Path | None, config: Config) -> Recordings:
+    return Recordings.of(corpus, config)
+
+
+@lru_cache(maxsize=1)
+def _speech(corpus: Path | None, config: Config, workers: int, device: str) -> Speech:
+    """Return the data of a training; the next one in this process has the same, as a rule."""
+    recordings = _recordings(corpus, replace(config, seed=0))
+    return Speech(
+        recordings,
+        seed=config.seed,
+        workers=workers,
+        batch_size=config.batch_size,
+        device=torch.device(device),
+        augmentation=config.augmentation(),
+    )
+
+
+def _result(training: Training, seconds: float) -> dict[str, Any]:
+    task, record = training.task, training.record
+    computing = sorted(record.compute_s)
+    return {
+        "setting": asdict(task.setting),
+        "seed": task.config.seed,
+        "workers": task.workers,
+        "steps": len(record.loss),
+        "steps_per_epoch": training.speech.steps_per_epoch,
+        "ended": record.ended,
+        "seconds": round(seconds, 3),
+        "compute_s": _short(computing[len(computing) // 2]) if computing else None,
+        "evaluations": [{name: _short(value) for name, value in each.items()} for each in record.evaluations],
+        "curves": {name: [_short(value) for value in getattr(record, name)] for name in CURVES},
+    }
+
+
+def _short(value: float) -> float:
+    """Return the number with six digits: curves are long."""
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _line(result: dict[str, Any]) -> str:
+    losses, evaluations = result["curves"]["loss"][-result["steps_per_epoch"] :], result["evaluations"]
+    loss = f"loss {sum(losses) / len(losses):.2f}" if losses else "no step"
+    wer = f", WER {evaluations[-1]['wer']:.3f}" if evaluations else ""
+    return (
+        f"{result['setting']['name']} seed {result['seed']}: {result['steps']} steps in {result['seconds']:.0f} s, "
+        f"{loss}{wer} {result['ended'].strip()}"
+    )
+
+
+class _Pool:
+    """Processes that stay, so that each loads torch and the corpus once; one job needs none."""
+
+    def __init__(self, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(jobs, mp_context=context) if jobs > 1 else None
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor:
+            self._executor.shutdown(cancel_futures=True)
+
+    def run(self, work: Callable[[Task], dict[str, Any]], tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
+        if not self._executor:
+            yield from map(work, tasks)
+            return
+        futures: list[Future[dict[str, Any]]] = [self._executor.submit(work, task) for task in tasks]
+        for future in as_completed(futures):
+            yield future.result()

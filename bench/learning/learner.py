@@ -1,0 +1,141 @@
+"""`Learner`: one replica of the net that stands for all workers: their gradients in turn, and one update.
+
+The workers' weights are the same at every step, so one copy of them will do; each worker has its own batch, and its own
+batch statistics. The running statistics, which only the evaluation uses, are one set that hears all workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.learning.mechanisms import Layout
+from bench.learning.settings import FROM_RECIPE, Setting
+from bench.learning.speech import Speech
+from oktopk.ddp import small_or_vector
+from oktopk.train.config import Config
+from oktopk.train.metrics import Transcripts, greedy, references
+from oktopk.train.models import make_model
+from oktopk.train.models.ctc import ctc_loss
+
+
+class Learner:
+    """The net on the device, and the flat vectors that are exchanged."""
+
+    def __init__(self, config: Config, workers: int, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.net = make_model(config.dnn).to(device)
+        large = {name: not small_or_vector(name, parameter) for name, parameter in self.net.named_parameters()}
+        self.parameters = [p for name, p in self.net.named_parameters() if large[name]]
+        side = [p for name, p in self.net.named_parameters() if not large[name]]
+        self.layout = Layout(
+            lengths=[p.numel() for p in self.parameters],
+            rows=[p[0].numel() for p in self.parameters],
+            side=sum(p.numel() for p in side),
+        )
+        self.parameters += side
+        self.grads = torch.zeros(workers, self.layout.numel, device=device)
+        self.optimizer = Optimizer(self.layout.numel, device)
+
+    def fill_gradients(self, step: int, speech: Speech) -> Tensor:
+        """Write each worker's gradient into its row of `grads`; return the workers' losses."""
+        self.net.train()
+        losses = []
+        for row, batch in zip(self.grads, speech.batches(step), strict=True):
+            log_probs, frames = self.net(batch.inputs, batch.frames)
+            loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths)
+            made = torch.autograd.grad(loss, self.parameters)
+            torch.cat([grad.reshape(-1) for grad in made], out=row)
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def update(self, grad: Tensor, rates: Rates) -> Tensor:
+        """Clip the gradient that trains, step, and return its norm before."""
+        norm = grad.norm()
+        if rates.clip:
+            grad = grad * (rates.clip / (norm + 1e-6)).clamp(max=1.0)
+        direction = self.optimizer.direction(grad, rates)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        parts = [part.view_as(p) for part, p in zip(direction.split(sizes), self.parameters, strict=True)]
+        torch._foreach_add_(self.parameters, parts, alpha=-rates.lr)
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, speech: Speech) -> dict[str, float]:
+        """Return WER, CER and loss over what is validated with."""
+        self.net.eval()
+        transcripts, loss_sum, count = Transcripts(), 0.0, 0
+        for batch in speech.val_batches():
+            log_probs, frames = self.net(batch.inputs, batch.frames)
+            loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths)
+            loss_sum, count = loss_sum + float(loss) * len(frames), count + len(frames)
+            transcripts.add(references(batch.targets, batch.target_lengths), greedy(log_probs, frames))
+        counts = transcripts.counts()
+        return {"wer": counts.wer or 0.0, "cer": counts.cer or 0.0, "val_loss": loss_sum / count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another learner needs to go on from here."""
+        return {"net": self.net.state_dict(), "buffer": self.optimizer.buffer}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.net.load_state_dict(saved["net"])
+        self.optimizer.buffer.copy_(saved["buffer"])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The optimizer's figures in one step; `clip` 0: none."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    clip: float
+    quasi: float = 0.0
+    lazy: bool = False
+
+    @staticmethod
+    def at(config: Config, setting: Setting, step: int, epoch: int) -> Rates:
+        """Return the recipe's figures before the switch, the setting's after it."""
+        usual = Rates(config.lr_at(epoch), config.momentum, config.nesterov, config.clip)
+        since = step - setting.dense_steps
+        if since < 0:
+            return usual
+        rise = min(1.0, (since + 1) / setting.rewarm) if setting.rewarm else 1.0
+        return Rates(
+            usual.lr * setting.lr_scale * rise,
+            _or(setting.momentum, usual.momentum),
+            bool(_or(setting.nesterov, usual.nesterov)),
+            _or(setting.clip, usual.clip),
+            setting.quasi,
+            setting.lazy,
+        )
+
+
+def _or(value: float, usual: float) -> float:
+    return usual if value == FROM_RECIPE else value
+
+
+class Optimizer:
+    """SGD as torch has it, on one flat vector, with what is tried besides."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.buffer = torch.zeros(numel, device=device)
+
+    def direction(self, grad: Tensor, rates: Rates) -> Tensor:
+        """Return what is subtracted, but for the learning rate; the buffer moves on."""
+        momentum, before = rates.momentum, self.buffer
+        self.buffer = buffer = before * momentum + grad
+        if rates.quasi:  # of an average, as Ma & Yarats (2019) have it: as long as the momentum alone would make it
+            direction = (1 - rates.quasi) / (1 - momentum) * grad + rates.quasi * buffer
+        else:
+            direction = grad + momentum * buffer if rates.nesterov else buffer
+        if rates.lazy:
+            delivered = grad != 0
+            self.buffer = torch.where(delivered, buffer, before)
+            direction = torch.where(delivered, direction, 0.0)
+        return direction
