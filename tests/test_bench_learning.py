@@ -197,7 +197,7 @@ def test_a_packed_corpus_is_the_same(tmp_path):
 def test_every_worker_has_its_own_utterances_and_all_settings_the_same():
     def indices(seed):
         speech = Speech(made_up(8), seed=seed, workers=2, batch_size=2, device=torch.device("cpu"))
-        return [batch.indices for step in range(4) for batch in speech.batches(step)]
+        return [speech.batch(step, worker).indices for step in range(4) for worker in range(2)]
 
     assert indices(1) == indices(1) != indices(2)
     assert sorted(i for batch in indices(1)[:4] for i in batch) == list(range(8))

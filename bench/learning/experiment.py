@@ -1,7 +1,7 @@
 """One training, and many of them beside each other.
 
 All settings of a seed share their dense steps: these are made once, the trunk, and every setting branches off there.
-Ranks are threads of `run_local`; rank 0 computes all workers' gradients, then all ranks exchange theirs.
+Ranks are threads of `run_local`: each computes its gradient and exchanges it, and rank 0 makes the update.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class Training:
         self.speech = _speech(task.corpus, config, task.workers, task.device)
         self.learner = Learner(config, task.workers, self.device)
         self.record, self.first = Record(), 0
+        self._losses, self._sent = [0.0] * task.workers, [0] * task.workers
 
     def save(self, path: Path) -> None:
         """Write where this training is."""
@@ -140,53 +141,48 @@ class Training:
         run_local(self.task.workers, self._rank, timeout=TIMEOUT_S)
 
     def _rank(self, comm: Comm) -> None:
-        """Be one rank: exchange its gradients. Rank 0 also computes those of all, and makes the update."""
-        config, setting, learner = self.task.config, self.task.setting, self.learner
+        """Be one rank: compute a gradient and exchange it. Rank 0 also makes the update."""
+        config, learner, rank = self.task.config, self.learner, comm.rank
         exchange = Exchange(
-            setting, comm, learner.layout, device=self.device, clip=config.clip, momentum=config.momentum
+            self.task.setting, comm, learner.layout, device=self.device, clip=config.clip, momentum=config.momentum
         )
-        if comm.rank == 0:
-            self._sent = [0] * comm.size
         for step in range(self.first, self.task.steps):
-            if comm.rank == 0:
-                self._begin(step)
+            start = time.perf_counter()
+            self._losses[rank] = learner.fill_gradient(rank, step, self.speech)
+            computed = time.perf_counter()
             _meet(comm)
+            if not all(map(math.isfinite, self._losses)):
+                self.record.ended = f"diverged at step {step}"
+                return
+            mean = _exchanged(exchange, learner.grads[rank], step, learner.optimizer.buffer)
+            self._sent[rank] = exchange.take_sent_bytes()
+            _meet(comm)
+            if rank == 0:
+                self._end(step, mean, exchange)
+                self.record.compute_s.append(computed - start)
+                self.record.seconds.append(time.perf_counter() - start)
+            _meet(comm)  # nobody computes with weights that are being changed
             if self.record.ended:
                 return
-            mean = _exchanged(exchange, learner.grads[comm.rank], step, learner.optimizer.buffer)
-            self._sent[comm.rank] = exchange.take_sent_bytes()
-            _meet(comm)
-            if comm.rank == 0:
-                self._end(step, mean, exchange)
-
-    def _begin(self, step: int) -> None:
-        """Compute the gradients of a step; end the training if they mean nothing, or if time is up."""
-        self._start = time.perf_counter()
-        losses = self.learner.fill_gradients(step, self.speech)
-        self._loss = float(losses.mean())
-        self.record.compute_s.append((time.perf_counter() - self._start) / self.task.workers)
-        if not math.isfinite(self._loss):
-            self.record.ended = f"diverged at step {step}"
-        elif self.task.until and time.time() > self.task.until:
-            self.record.ended = f"out of time at step {step}"
-        elif step == self.task.setting.dense_steps:
-            self.learner.optimizer.buffer *= self.task.setting.buffer
 
     def _end(self, step: int, mean: Tensor, exchange: Exchange) -> None:
         """Make the update, and note what the step was."""
+        if step == self.task.setting.dense_steps:
+            self.learner.optimizer.buffer *= self.task.setting.buffer
         epoch, place = divmod(step, self.speech.steps_per_epoch)
         norm = self.learner.update(mean, Rates.at(self.task.config, self.task.setting, step, epoch))
         norms = torch.stack([norm, exchange.residual.held.norm()]).tolist()
         record = self.record
-        record.loss.append(self._loss)
+        record.loss.append(sum(self._losses) / len(self._losses))
         record.sent_bytes.append(max(self._sent))
         record.selected_over_k.append(exchange.selected_over_k)
         record.grad_norm.append(norms[0])
         record.residual_norm.append(norms[1])
-        record.seconds.append(time.perf_counter() - self._start)
         last = step + 1 == self.task.steps
         if last or (place + 1 == self.speech.steps_per_epoch and (epoch + 1) % self.task.evaluate_every == 0):
             record.evaluations.append({"step": step + 1, **self.learner.evaluate(self.speech)})
+        if self.task.until and time.time() > self.task.until and not last:
+            record.ended = f"out of time after step {step}"
 
 
 def _exchanged(exchange: Exchange, grad: Tensor, step: int, buffer: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
-"""`Learner`: one replica of the net that stands for all workers: their gradients in turn, and one update.
+"""`Learner`: the net, with a replica for each worker; their gradients as flat vectors, and one update for all.
 
-The workers' weights are the same at every step, so one copy of them will do; each worker has its own batch, and its own
-batch statistics. The running statistics, which only the evaluation uses, are one set that hears all workers.
+The workers' weights are the same at every step, so the replicas share one copy of them; statistics are each worker's
+own, and the evaluation takes worker 0's, as the trainer does. On a GPU every worker has its own stream: the steps of an
+LSTM are too small to fill it.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.learning.mechanisms import Layout
 from bench.learning.settings import FROM_RECIPE, Setting
@@ -37,20 +39,23 @@ class Learner:
             side=sum(p.numel() for p in side),
         )
         self.parameters += side
+        self.replicas = [self.net, *(_replica(self.net) for _ in range(1, workers))]
         self.grads = torch.zeros(workers, self.layout.numel, device=device)
+        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in self.replicas]
         self.optimizer = Optimizer(self.layout.numel, device)
 
-    def fill_gradients(self, step: int, speech: Speech) -> Tensor:
-        """Write each worker's gradient into its row of `grads`; return the workers' losses."""
-        self.net.train()
-        losses = []
-        for row, batch in zip(self.grads, speech.batches(step), strict=True):
-            log_probs, frames = self.net(batch.inputs, batch.frames)
+    def fill_gradient(self, worker: int, step: int, speech: Speech) -> float:
+        """Write a worker's gradient into its row of `grads`; return its loss, once all that is done."""
+        stream = self.streams[worker]
+        with torch.cuda.stream(stream):  # None: no stream
+            if stream is not None:
+                stream.wait_stream(torch.cuda.default_stream(stream.device))  # on which the weights are changed
+            batch = speech.batch(step, worker)
+            log_probs, frames = self.replicas[worker].train()(batch.inputs, batch.frames)
             loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths)
             made = torch.autograd.grad(loss, self.parameters)
-            torch.cat([grad.reshape(-1) for grad in made], out=row)
-            losses.append(loss.detach())
-        return torch.stack(losses)
+            torch.cat([grad.reshape(-1) for grad in made], out=self.grads[worker])
+            return float(loss.detach())
 
     @torch.no_grad()
     def update(self, grad: Tensor, rates: Rates) -> Tensor:
@@ -85,6 +90,15 @@ class Learner:
         """Go on from there."""
         self.net.load_state_dict(saved["net"])
         self.optimizer.buffer.copy_(saved["buffer"])
+
+
+def _replica(net: nn.Module) -> nn.Module:
+    """Return a copy whose parameters are the net's own."""
+    copy = deepcopy(net)
+    for name, module in copy.named_modules():
+        for own, parameter in net.get_submodule(name).named_parameters(recurse=False):
+            setattr(module, own, parameter)
+    return copy
 
 
 @dataclass(frozen=True)
