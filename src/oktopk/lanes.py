@@ -24,6 +24,7 @@ from oktopk.algorithms.base import Reduced, Verdict, look_out, reduce_if_fine, t
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
+from oktopk.kernels import kernels_for
 from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
 from oktopk.plain import from_plain, to_plain
 from oktopk.plan import Plan
@@ -387,7 +388,7 @@ def _write_mean_(total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], 
     cuts = torch.tensor([span.start for span, _ in grads] + [total.numel], device=total.index.device)
     ends = torch.searchsorted(total.index, cuts).tolist()
     for (span, grad), i, j in zip(grads, ends, ends[1:], strict=False):
-        grad.zero_().index_copy_(0, total.index[i:j] - span.start, rounded[i:j])
+        kernels_for(grad).spread(total.index[i:j] - span.start, rounded[i:j], grad)
     if rounded.dtype == value.dtype:
         return None
     return Sparse(total.index, value - rounded.to(value.dtype), total.numel)

@@ -15,6 +15,7 @@ from oktopk.algorithms.base import Verdict, look_out, reduce_if_fine, takes_segm
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
+from oktopk.kernels import kernels_for
 from oktopk.plain import from_plain, to_plain
 from oktopk.select import num_selected
 from oktopk.sparse import Sparse
@@ -238,7 +239,7 @@ def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -
     value = (total.value if isinstance(total, Sparse) else total) / size
     rounded = round_to(value, grad.dtype)
     if isinstance(total, Sparse):
-        flat.zero_().index_copy_(0, total.index, rounded)
+        kernels_for(flat).spread(total.index, rounded, flat)
     else:
         flat.copy_(rounded)
     if rounded.dtype == value.dtype:

@@ -62,8 +62,8 @@ class Sparse:
 
     def to_dense(self) -> Tensor:
         """Return the whole vector."""
-        dense = self.value.new_zeros(self.numel)
-        dense[self.index] = self.value
+        dense = self.value.new_empty(self.numel)
+        kernels_for(dense).spread(self.index, self.value, dense)
         return dense
 
     def shift(self, offset: int, numel: int) -> Sparse:

@@ -232,6 +232,20 @@ def test_merge_leaves_its_input_alone() -> None:
         assert torch.equal(block, torch.arange(10.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_spread_writes_every_element(numel: int, dtype: torch.dtype) -> None:
+    for every in (1, 7, 5000):
+        index = torch.arange(0, numel, every)
+        value = torch.arange(1, len(index) + 1).to(dtype)
+        wanted = torch.zeros(numel, dtype=dtype)
+        wanted[index] = value
+        for kernels in (reference, cpu, compiled):
+            out = torch.full((numel,), 77).to(dtype)
+            kernels.spread(index, value, out)
+            assert torch.equal(out, wanted)
+
+
 @given(held=st.sets(st.integers(0, 50)), index=st.sets(st.integers(0, 50)))
 def test_shared_is_what_its_words_say(held: set[int], index: set[int]) -> None:
     ours, asked = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in (held, index))

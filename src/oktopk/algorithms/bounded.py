@@ -3,7 +3,7 @@
 Error feedback means that what is not sent now is sent later; so a message may have a capacity, and what does not fit
 waits.
 
-    1  select     threshold from a sample of acc, or of what was seen of it in the making; what reaches it, at most slack k
+    1  select     threshold from a sample of acc, or of what was seen of it; what reaches it, at most slack k pairs
     2  exchange   all_to_all: at most c = ceil(slack k/P) pairs to each owner
     3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c
     4  gather     all_gather: at most c pairs from each owner

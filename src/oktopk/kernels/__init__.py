@@ -42,6 +42,9 @@ class Kernels(Protocol):
     def shared(self, held: Tensor, index: Tensor) -> Tensor:
         """Return the places, in `index`, of what `held` has, too; both are sorted."""
 
+    def spread(self, index: Tensor, value: Tensor, out: Tensor) -> None:
+        """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
+
     def pack(self, index: Tensor, width: int) -> tuple[Tensor, int]:
         """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take.
 

@@ -17,6 +17,7 @@ from oktopk.kernels.reference import is_increasing as is_increasing
 from oktopk.kernels.reference import merge as merge
 from oktopk.kernels.reference import pack as pack
 from oktopk.kernels.reference import shared as shared
+from oktopk.kernels.reference import spread as spread
 from oktopk.kernels.reference import unpack as unpack
 
 NAME = "cpu (numpy, in cache-sized pieces)"

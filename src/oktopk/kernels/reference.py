@@ -82,6 +82,11 @@ def shared(held: Tensor, index: Tensor) -> Tensor:
     return (held[place] == index).nonzero().view(-1)
 
 
+def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
+    """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
+    out.zero_().index_copy_(0, index, value)
+
+
 def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
     """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take.
 
