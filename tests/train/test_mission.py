@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import rich.console
 
+from oktopk.report.summary import summarise
 from oktopk.train.console import end_table, na
 from oktopk.train.health import shown
 from oktopk.train.metrics import Counts
 from oktopk.train.plan import Plan
-from oktopk.train.records import summarise
 from tests.integrations.examples import run as run_python
 from tests.train.runs import Ended, succeed
 

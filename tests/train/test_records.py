@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.train.records import MetricsFile, Record, finite, forget_from, mean, read_records, summarise
+from oktopk.report.read import Record, read_records
+from oktopk.report.summary import finite, mean, summarise
+from oktopk.train.records import MetricsFile, forget_from
 from oktopk.train.rundir import RunDir, RunError, write_text
 from oktopk.train.scribe import Scribe
 

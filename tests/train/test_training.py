@@ -20,6 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import MismatchError, PeerError
+from oktopk.report.read import read_records
+from oktopk.report.run import SPLIT
 from oktopk.train import checkpoint, loop
 from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.data.manifest import read_manifest
@@ -27,7 +29,6 @@ from oktopk.train.health import DivergedError
 from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
-from oktopk.train.records import SPLIT, read_records
 from tests.train.runs import Ended, last, num_steps, same_weights, succeed, train
 
 pytestmark = pytest.mark.processes

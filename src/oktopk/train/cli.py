@@ -17,6 +17,7 @@ import oktopk
 from oktopk.bench.cli import app as bench_app
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.oneline import errors_in_a_line
+from oktopk.report.cli import report, watch
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
 from oktopk.train.data.cli import app as data_app
@@ -41,6 +42,8 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.command()(report)
+app.command()(watch)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,9 +10,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from oktopk.report.read import Record
+from oktopk.report.run import SPLIT
+from oktopk.report.shown import megabytes
 from oktopk.train.health import shown
-from oktopk.train.plan import Plan, megabytes
-from oktopk.train.records import SPLIT, Record
+from oktopk.train.plan import Plan
 
 LINES_PER_EPOCH = 4
 """Where there is no terminal."""

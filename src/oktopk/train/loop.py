@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.report.run import SPLIT
+from oktopk.report.shown import megabytes
+from oktopk.report.summary import finite
 from oktopk.telemetry import PHASES, StepRecord
 from oktopk.train import checkpoint
 from oktopk.train.config import Config
@@ -28,8 +31,8 @@ from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
 from oktopk.train.place import Place
-from oktopk.train.plan import Plan, megabytes, travel_dense
-from oktopk.train.records import SPLIT, by_rank_of, finite
+from oktopk.train.plan import Plan, travel_dense
+from oktopk.train.records import by_rank_of
 from oktopk.train.scribe import Scribe
 from oktopk.train.together import all_or_none, check_same_weights, gather, share_buffers, total
 

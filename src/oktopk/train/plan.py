@@ -11,6 +11,7 @@ from torch import nn
 
 from oktopk.cost import predict
 from oktopk.ddp import small_or_vector
+from oktopk.report.shown import megabytes
 from oktopk.select import num_selected
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
@@ -136,11 +137,3 @@ def travel_dense(model: nn.Module, density: float) -> list[str]:
             break
         chosen.append(name)
     return chosen
-
-
-def megabytes(count: float) -> str:
-    """Return bytes for people."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the records of a run, and the figures that follow from them. There is no other definition of any.
+"""`metrics.jsonl`: the records of a run. What follows from them, `oktopk.report` says, and nobody else.
 
 Every line is an object with a `kind`:
 
@@ -13,18 +13,17 @@ Every line is an object with a `kind`:
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from oktopk.report.read import Record, read_records
+from oktopk.report.run import SPLIT
+from oktopk.report.summary import finite
 from oktopk.telemetry import PHASES
 from oktopk.train.rundir import write_text, writing
 
-Record = dict[str, Any]
-VERSION = 1
-SPLIT = ("data", "compute", "wait", "update")
 RANK_FIGURES = (
     "loss", "utterances", "characters", "sent_bytes", "received_bytes", "selected", *SPLIT, "messages", "residual_norm",
 )  # fmt: skip
@@ -74,65 +73,3 @@ def _is_after(record: Record, step: int, epoch: int) -> bool:
     if record["kind"] == "epoch":
         return bool(record["epoch"] >= epoch)
     return "step" in record and bool(record["step"] >= step)
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records that are whole; a line that was cut off is left out."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # cut off by a kill
-            if isinstance(record, dict) and "kind" in record:
-                yield record
-
-
-def finite(value: float | None) -> float | None:
-    """Return the value, or None where there is none: nobody prints NaN as a result."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is known; None, never NaN, if nothing is."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
-
-
-def summarise(records: Iterable[Record]) -> Record:
-    """Return the figures of a run; None where there is nothing to tell."""
-    records = list(records)
-    steps = [record for record in records if record["kind"] == "step"]
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    phases = {phase: [step for step in steps if step["phase"] == phase] for phase in ("dense", "sparse")}
-    validated = [epoch for epoch in epochs if epoch.get("wer") is not None]
-    best = min(validated, key=lambda epoch: float(epoch["wer"]), default=None)
-    last = validated[-1] if validated else {}
-    run = next((record for record in records if record["kind"] == "run"), {})
-    sent, dense = sum(step["sent_bytes"] for step in steps), int(run.get("dense_bytes", 0)) * len(steps)
-    return {
-        "steps": len(steps),
-        "dense_steps": len(phases["dense"]),
-        "sparse_steps": len(phases["sparse"]),
-        "skipped_steps": sum(bool(step["skipped"]) for step in steps),
-        "epochs": len(epochs),
-        "first_loss": epochs[0]["train_loss"] if epochs else None,
-        "train_loss": epochs[-1]["train_loss"] if epochs else None,
-        "val_loss": last.get("val_loss"),
-        "wer": last.get("wer"),
-        "cer": last.get("cer"),
-        "best_wer": best["wer"] if best else None,
-        "best_epoch": best["epoch"] if best else None,
-        "sparsity": mean(step["sparsity"] for step in phases["sparse"] if not step["skipped"]),
-        "compression_ratio": mean(step["compression_ratio"] for step in phases["sparse"] if not step["skipped"]),
-        "sent_bytes": sent,
-        "dense_bytes": dense,
-        "sent_of_dense": sent / dense if dense else None,
-        "sent_bytes_per_step": {phase: mean(step["sent_bytes"] for step in made) for phase, made in phases.items()},
-        "seconds": {name: math.fsum(step["split"][name] for step in steps) for name in SPLIT},
-        "seconds_per_step": {
-            phase: mean(math.fsum(step["split"].values()) for step in made) for phase, made in phases.items()
-        },
-    }

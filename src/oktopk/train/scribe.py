@@ -6,8 +6,11 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from oktopk.train.records import MetricsFile, Record, forget_from, read_records, summarise
-from oktopk.train.rundir import RunDir, RunError, write_text, writing
+from oktopk.report.read import Record, read_records
+from oktopk.report.summary import summarise
+from oktopk.train.board import Board
+from oktopk.train.records import MetricsFile, forget_from
+from oktopk.train.rundir import RunDir, RunError, write_text
 
 
 class Scribe:
@@ -16,17 +19,14 @@ class Scribe:
     def __init__(self, run: RunDir, rank: int) -> None:
         self.run, self.rank = run, rank
         self._metrics: MetricsFile | None = None
-        self._board: Any = None
+        self._board: Board | None = None
         self._next_step = 0
         if rank == 0:
             self._open(purge_step=None)
 
     def _open(self, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, since it takes a second to import
-
         self._metrics = MetricsFile(self.run.metrics)
-        with writing(self.run.tensorboard):
-            self._board = SummaryWriter(str(self.run.tensorboard), purge_step=purge_step)
+        self._board = Board(self.run.tensorboard, purge_step)
 
     def go_on_from(self, step: int, epoch: int) -> None:
         """Forget the steps from `step` and the epochs from `epoch`, which a resumed run is about to do again."""
@@ -48,25 +48,15 @@ class Scribe:
         """Write a step, and return its record."""
         record = self._write("step", **values)
         self._next_step = record["step"] + 1
-        names = (
-            "loss",
-            "lr",
-            "grad_norm",
-            "sparsity",
-            "compression_ratio",
-            "selected",
-            "nnz",
-            "sent_bytes",
-            "threshold",
-        )
-        self._scalars("step", record, names, record["step"])
-        self._scalars("seconds", record["split"], tuple(record["split"]), record["step"])
+        if self._board is not None:
+            self._board.step(record)
         return record
 
     def epoch(self, **values: Any) -> Record:
         """Write an epoch, and return its record."""
         record = self._write("epoch", **values)
-        self._scalars("epoch", record, ("train_loss", "val_loss", "wer", "cer"), record["step"])
+        if self._board is not None:
+            self._board.epoch(record)
         return record
 
     def event(self, event: str, step: int, message: str) -> None:
@@ -96,18 +86,10 @@ class Scribe:
         """Take no more."""
         if self._metrics is not None:
             self._metrics.close()
-            with writing(self.run.tensorboard):
-                self._board.close()
+        if self._board is not None:
+            self._board.close()
 
     def _write(self, kind: str, **values: Any) -> Record:
         if self._metrics is not None:
             return self._metrics.write(kind, **values)
         return {"kind": kind, **values}
-
-    def _scalars(self, group: str, values: Record, names: tuple[str, ...], step: int) -> None:
-        if self._board is None:
-            return
-        with writing(self.run.tensorboard):
-            for name in names:
-                if values[name] is not None:
-                    self._board.add_scalar(f"{group}/{name}", values[name], step)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from oktopk.errors import SettingError
+from oktopk.report.read import VERSION
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
@@ -21,7 +22,6 @@ from oktopk.train.loop import Trainer
 from oktopk.train.place import Place
 from oktopk.train.plan import Plan, make_plan
 from oktopk.train.recipes import load_recipe
-from oktopk.train.records import VERSION
 from oktopk.train.rundir import RunDir
 from oktopk.train.scribe import Scribe
 from oktopk.train.together import all_or_none, lost_peers_named, share

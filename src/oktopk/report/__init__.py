@@ -1,0 +1,1 @@
+"""The report: what the records of a run, or of several, have to say, as a page, tables, files and a live view."""

@@ -1,0 +1,79 @@
+"""`oktopk report` and `oktopk watch`: what runs came to, and how one is doing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from oktopk.errors import SettingError
+from oktopk.oneline import errors_in_a_line
+from oktopk.report import page
+from oktopk.report.export import write_csv
+from oktopk.report.report import as_json, make_report
+from oktopk.report.run import Run, load_run
+from oktopk.report.text import print_report
+from oktopk.report.watch import EVERY_S, follow
+
+PAGE = "report.html"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run's folder, or its metrics.jsonl.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help=f"The page; without it {PAGE}, here.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="The tables on this terminal, and no page.")] = False,
+    csv: Annotated[Path | None, typer.Option(metavar="DIR", help="Every table as a CSV file, every step too.")] = None,
+    as_object: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
+) -> None:
+    """Show what a run came to, or several side by side: one HTML file that works offline.
+
+    oktopk report runs/NAME                     report.html: loss, WER, bytes, time, messages, balance, events
+    oktopk report runs/ONE runs/TWO -o both.html    the two over each other, and side by side
+    oktopk report runs/NAME --text              the same tables here
+
+    A run that still goes on, failed, or left a damaged file is shown as far as it got, and the report says so.
+    """
+    with errors_in_a_line():
+        if text or as_object or csv:
+            if text and as_object:
+                raise SettingError("--text and --json both write to stdout: choose one")
+        else:
+            page.check_possible()
+        made = make_report(named_apart([load_run(path) for path in runs]))
+        console = Console(soft_wrap=False)
+        if csv is not None:
+            written = write_csv(made, csv)
+            Console(stderr=True).print(f"{len(written)} tables in {csv}", highlight=False)
+        if as_object:
+            typer.echo(json.dumps(as_json(made), allow_nan=False, indent=1))
+        elif text:
+            print_report(made, console)
+        if out is not None or not (text or as_object or csv):
+            path = out or Path(PAGE)
+            page.check_possible()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(page.make_page(made), encoding="utf-8")
+            Console(stderr=True, soft_wrap=True).print(f"wrote {path}", highlight=False)
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its metrics.jsonl.")],
+    every: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="Between two looks.")] = EVERY_S,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and leave.")] = False,
+) -> None:
+    """Follow a run in this terminal until it ends; Ctrl-C leaves it to itself."""
+    with errors_in_a_line():
+        follow(run, Console(), every, once)
+
+
+def named_apart(runs: list[Run]) -> list[Run]:
+    """Give runs of the same name a number each."""
+    seen: dict[str, int] = {}
+    for run in runs:
+        seen[run.name] = seen.get(run.name, 0) + 1
+        if seen[run.name] > 1:
+            run.name = f"{run.name} ({seen[run.name]})"
+    return runs

@@ -1,0 +1,201 @@
+"use strict";
+// Draws the charts that `charts.py` describes. Each is drawn when it comes near the window, and again when the reader
+// chooses another axis, rank or colour scheme.
+(() => {
+  const charts = JSON.parse(document.getElementById("data").textContent);
+  const CYCLE = ["blue", "orange", "green", "purple", "red", "teal", "pink", "yellow"];
+  const NAMED = {
+    exchange: "blue", gather: "teal", side: "purple", headers: "yellow", agree: "pink", accumulate: "muted",
+    select: "green", pack: "yellow", reduce: "orange", apply: "red",
+    data: "yellow", compute: "blue", wait: "red", update: "green",
+  };
+  const narrow = window.matchMedia("(max-width: 820px)");
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const colorName = (key) => {
+    const numbered = /^(?:run|rank)(\d+)$/.exec(key);
+    return numbered ? CYCLE[numbered[1] % CYCLE.length] : NAMED[key] || key;
+  };
+  const unpack = (text) => {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    return new Float32Array(bytes.buffer);
+  };
+
+  class Drawing {
+    constructor(figure) {
+      this.figure = figure;
+      this.plot = figure.querySelector(".plot");
+      this.chart = charts[figure.dataset.chart];
+      this.axis = Object.keys(this.chart.axes)[0];
+      this.rank = 0;
+      this.near = false;
+      this.hidden = new Set();
+      this.drawn = false;
+      this.turn = Promise.resolve();
+      for (const group of this.chart.groups) {
+        for (const axis of Object.keys(group.x)) group.x[axis] = unpack(group.x[axis]);
+        for (const series of group.series) series.y = unpack(series.y);
+      }
+      this.makeChips();
+      this.listen("axis", (value) => { this.axis = value; });
+      this.log = this.chart.log;
+      this.listen("scale", (value) => { this.log = value === "log"; });
+      this.listen("zoom", (value) => { this.near = value === "near"; });
+    }
+
+    get groups() {
+      return this.chart.groups.filter((group) => group.rank === null || group.rank === this.rank);
+    }
+
+    listen(what, choose) {
+      const buttons = this.figure.querySelectorAll(`button[data-${what}]`);
+      buttons.forEach((button) => button.addEventListener("click", () => {
+        press(buttons, button);
+        choose(button.dataset[what]);
+        this.draw();
+      }));
+    }
+
+    makeChips() {
+      const chips = this.figure.querySelector(".chips");
+      chips.textContent = "";
+      for (const series of this.groups.flatMap((group) => group.series)) {
+        const chip = document.createElement("button");
+        chip.type = "button";
+        chip.dataset.series = series.name;
+        chip.textContent = series.name;
+        chip.style.setProperty("--chip", `var(--${colorName(series.color)})`);
+        chip.setAttribute("aria-pressed", String(!this.hidden.has(series.name)));
+        chip.addEventListener("click", () => this.toggle(series.name, chip));
+        chips.append(chip);
+      }
+    }
+
+    toggle(name, chip) {
+      if (!this.hidden.delete(name)) this.hidden.add(name);
+      chip.setAttribute("aria-pressed", String(!this.hidden.has(name)));
+      this.draw();
+    }
+
+    choose(rank) {
+      this.rank = rank;
+      this.makeChips();
+      if (this.drawn) this.draw();
+    }
+
+    traces() {
+      const traces = [];
+      for (const group of this.groups) {
+        for (const series of group.series) traces.push(this.trace(group, series));
+      }
+      return traces;
+    }
+
+    trace(group, series) {
+      const color = css(colorName(series.color));
+      const shown = {
+        name: series.name, x: group.x[this.axis], y: series.y, visible: !this.hidden.has(series.name),
+        hovertemplate: `%{y:${this.chart.kind === "number" ? ".4~g" : ".3~s"}}${this.suffix()}`,
+      };
+      if (series.style === "bar") return { ...shown, type: "bar", marker: { color } };
+      const single = group.x[this.axis].length < 2;
+      shown.type = "scatter";
+      shown.mode = series.style === "dots" || single ? "lines+markers" : "lines";
+      if (series.style === "area") {
+        return { ...shown, stackgroup: "one", line: { width: 0.5, color }, fillcolor: color };
+      }
+      const width = series.style === "faint" ? 1.2 : 2;
+      const line = { color, width, dash: series.style === "dash" ? "dash" : "solid" };
+      return { ...shown, line, marker: { color, size: 6 }, opacity: series.style === "faint" ? 0.75 : 1, connectgaps: series.style === "dots" };
+    }
+
+    suffix() {
+      return { bytes: "B", seconds: "s" }[this.chart.kind] || "";
+    }
+
+    layout() {
+      const ink = css("ink"), soft = css("soft"), grid = css("grid");
+      const common = { gridcolor: grid, linecolor: grid, zeroline: false, tickangle: 0, tickfont: { color: soft, size: 11 } };
+      const title = (text) => ({ text, font: { color: soft, size: 12 }, standoff: 6 });
+      const xaxis = { ...common, title: title(this.chart.axes[this.axis]) };
+      if (this.axis === "bytes") Object.assign(xaxis, { tickformat: "~s", ticksuffix: "B" });
+      if (this.chart.labels.length) {
+        const places = this.chart.groups[0].x[this.axis];
+        const every = Math.ceil(places.length / (narrow.matches ? 7 : 14));
+        const kept = Array.from(places.keys()).filter((i) => i % every === 0);
+        Object.assign(xaxis, { title: title(this.chart.labels[0].startsWith("rank") ? "rank" : "message size (at least)"), tickvals: kept.map((i) => places[i]), ticktext: kept.map((i) => this.chart.labels[i]) });
+      }
+      const yaxis = { ...common, title: title(this.chart.yTitle), type: this.log ? "log" : "linear" };
+      if (this.chart.kind !== "number") Object.assign(yaxis, { tickformat: "~s", ticksuffix: this.suffix() });
+      if (this.log) Object.assign(yaxis, this.logAxis());
+      else if (this.chart.fromZero) yaxis.rangemode = "tozero";
+      if (this.near) yaxis.range = [0, this.chart.zoom.top];
+      return {
+        xaxis, yaxis, ...this.marks(soft), showlegend: false, barmode: "group", bargap: 0.25,
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+        font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 },
+        margin: { l: 66, r: 18, t: 22, b: 48 }, hovermode: "x unified",
+        hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: ink } },
+        dragmode: narrow.matches ? false : "zoom",
+      };
+    }
+
+    logAxis() {
+      const shown = this.groups.flatMap((group) => group.series.map((series) => series.y)).flatMap((y) => Array.from(y).filter((value) => value > 0));
+      const low = Math.min(...shown), high = Math.max(...shown);
+      const axis = { dtick: high / low < 500 ? "D2" : 1, tickformat: this.chart.kind === "number" ? "~g" : "~s" };
+      if (this.chart.labels.length) axis.range = [-0.3, Math.log10(high) + 0.15];
+      return axis;
+    }
+
+    marks(color) {
+      const last = Math.max(...this.groups.map((group) => group.x[this.axis].at(-1) || 0));
+      const shapes = [], annotations = [];
+      for (const mark of this.chart.marks) {
+        const x = mark.at[this.axis];
+        shapes.push({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color, width: 1, dash: "dot" } });
+        annotations.push({ x, y: 1, yref: "paper", yanchor: "bottom", xanchor: x > last / 2 ? "right" : "left", text: mark.name, showarrow: false, font: { color, size: 11 } });
+      }
+      return { shapes, annotations };
+    }
+
+    draw() {
+      this.drawn = true;
+      const bar = narrow.matches ? false : "hover";
+      const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+      this.turn = this.turn.then(() => Plotly.react(this.plot, this.traces(), this.layout(), config));  // one at a time
+    }
+  }
+
+  const press = (buttons, pressed) => buttons.forEach((button) => button.setAttribute("aria-pressed", String(button === pressed)));
+  const drawings = new Map(Array.from(document.querySelectorAll("figure.chart"), (figure) => [figure, new Drawing(figure)]));
+  const redraw = () => drawings.forEach((drawing) => drawing.drawn && drawing.draw());
+  const drawAll = () => drawings.forEach((drawing) => drawing.drawn || drawing.figure.closest("[hidden]") || drawing.draw());
+
+  const observer = new IntersectionObserver((entries) => {
+    for (const entry of entries.filter((each) => each.isIntersecting)) {
+      observer.unobserve(entry.target);
+      const drawing = drawings.get(entry.target);
+      if (!drawing.drawn) drawing.draw();
+    }
+  }, { rootMargin: "300px" });
+  drawings.forEach((_, figure) => observer.observe(figure));
+
+  document.querySelectorAll(".ranks").forEach((choice) => {
+    const buttons = choice.querySelectorAll("button");
+    buttons.forEach((button) => button.addEventListener("click", () => {
+      press(buttons, button);
+      choice.closest("article").querySelectorAll("figure.chart").forEach((figure) => drawings.get(figure).choose(Number(button.dataset.rank)));
+    }));
+  });
+  const runButtons = document.querySelectorAll("nav.runs button");
+  runButtons.forEach((button) => button.addEventListener("click", () => {
+    press(runButtons, button);
+    document.querySelectorAll("article.run").forEach((article) => { article.hidden = article.dataset.run !== button.dataset.run; });
+  }));
+  document.querySelectorAll("a.definition").forEach((link) => link.addEventListener("click", () => { document.getElementById("definitions").open = true; }));
+  dark.addEventListener("change", redraw);
+  narrow.addEventListener("change", redraw);
+  window.addEventListener("beforeprint", drawAll);
+})();

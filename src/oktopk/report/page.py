@@ -1,0 +1,128 @@
+"""The report as a page: one file that needs no other, and nothing from the network."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from oktopk import __version__
+from oktopk.errors import SettingError
+from oktopk.report.charts import AXES, Chart, Group, thinned
+from oktopk.report.definitions import anchor, as_html
+from oktopk.report.report import Report
+from oktopk.report.run import Floats
+from oktopk.report.shown import shown
+
+NEEDED = ("jinja2", "plotly", "markdown_it")
+MOST_POINTS, FEWEST_POINTS = 1000, 40
+"""Places of a group of curves."""
+
+ALL_NUMBERS = 120_000
+"""In a page, so that with plotly.js (4.8 MB) it stays below 6 MB: 5.4 characters each."""
+
+
+def check_possible() -> None:
+    """Raise if what makes the page is missing."""
+    for module in NEEDED:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise SettingError(
+                f"the page is made with {module}: pip install 'oktopk[report]'; --text needs it not"
+            ) from None
+
+
+def make_page(report: Report) -> str:
+    """Return the page."""
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    names = [each.run.name for each in report.runs]
+    environment = Environment(loader=PackageLoader("oktopk.report", "."), autoescape=True, trim_blocks=True)
+    environment.globals.update(shown=shown, anchor=anchor, axes=AXES)
+    return environment.get_template("page.html").render(
+        title=names[0] if len(names) == 1 else f"{len(names)} runs",
+        report=report,
+        version=__version__,
+        definitions=Markup(as_html()),
+        data=Markup(as_script(chart_data(report))),
+        plotly=Markup(get_plotlyjs()),
+        css=Markup(_own("page.css")),
+        js=Markup(_own("page.js")),
+    )
+
+
+def as_script(value: Any) -> str:
+    """Return the value as JSON that cannot end the script it stands in, whatever names are in it."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def chart_data(report: Report) -> dict[str, Any]:
+    """Return all charts by their id in the page, thinned so that the page stays small."""
+    charts = dict(_charts(report))
+    numbers = sum(_columns(group) for chart in charts.values() for group in chart.groups)
+    points = int(min(MOST_POINTS, max(FEWEST_POINTS, ALL_NUMBERS // max(numbers, 1))))
+    return {name: _encoded(thinned(chart, points)) for name, chart in charts.items()}
+
+
+def _charts(report: Report) -> Iterator[tuple[str, Chart]]:
+    for chart in report.charts:
+        yield chart.name, chart
+    for i, each in enumerate(report.runs):
+        for chart in (chart for section in each.charts.values() for chart in section):
+            yield f"{chart.name}-{i}", chart
+
+
+def _columns(group: Group) -> int:
+    return len(group.x) + len(group.series)
+
+
+def _encoded(chart: Chart) -> dict[str, Any]:
+    return {
+        "axes": {axis: AXES[axis] for axis in chart.axes},
+        "yTitle": chart.y_title,
+        "kind": chart.kind,
+        "log": chart.log,
+        "fromZero": chart.from_zero,
+        "labels": list(chart.labels),
+        "zoom": chart.zoom and {"name": chart.zoom[0], "top": chart.zoom[1]},
+        "marks": [{"at": dict(at), "name": name} for at, name in chart.marks],
+        "groups": [
+            {
+                "rank": group.rank,
+                "x": {axis: packed(group.x[axis]) for axis in chart.axes},
+                "series": [
+                    {"name": each.name, "color": each.color, "style": each.style, "y": packed(each.y)}
+                    for each in group.series
+                ],
+            }
+            for group in chart.groups
+        ],
+    }
+
+
+def packed(values: Floats) -> str:
+    """Return the values as base64 of little-endian float32."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def unpacked(text: str) -> Iterable[float]:
+    """Return what `packed` packed.
+
+    >>> list(unpacked(packed(np.array([1.0, 2.5]))))
+    [1.0, 2.5]
+    """
+    found: list[float] = np.frombuffer(base64.b64decode(text), dtype="<f4").tolist()
+    return found
+
+
+def _own(name: str) -> str:
+    return (files("oktopk.report") / name).read_text("utf-8")

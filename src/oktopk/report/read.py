@@ -1,0 +1,85 @@
+"""Reading `metrics.jsonl` as it is: being written, cut off, of another version, empty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from oktopk.errors import OktopkError
+
+Record = dict[str, Any]
+VERSION = 1
+METRICS = "metrics.jsonl"
+
+
+class NoRunError(OktopkError, ValueError):
+    """What was named as a run is none."""
+
+
+def metrics_of(run: Path) -> Path:
+    """Return the file with the records of a run, which is named by its folder or by the file itself."""
+    path = run / METRICS if run.is_dir() else run
+    if not path.is_file():
+        raise NoRunError(f"wanted a run's folder or its {METRICS}, and {path} is not there: runs are in runs/NAME")
+    return path
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records that are whole; a line that was cut off is left out. A file that is not there has none."""
+    yield from MetricsReader(path).new() if path.exists() else ()
+
+
+class MetricsReader:
+    """Reads a file's records, and those that were added since.
+
+    num_lines    lines that were read
+    bad_lines    numbers of lines that are no records
+    is_cut       whether the file ends amid a line: the rest may still come
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.num_lines, self.bad_lines, self.is_cut = 0, list[int](), False
+        self._offset, self._inode = 0, -1
+
+    def has_begun_again(self) -> bool:
+        """Whether the file is another than the one that was read, as after a resume; then all is read again."""
+        found = self.path.stat()
+        anew = self._inode >= 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+        if anew:
+            self._forget()
+        return anew
+
+    def new(self) -> Iterator[Record]:
+        """Yield the records that have come since the last call."""
+        self.is_cut, self._inode = False, self.path.stat().st_ino
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                record = _parse(line)
+                if record is None and not line.endswith(b"\n"):
+                    self.is_cut = True
+                    return
+                self._offset += len(line)
+                self.num_lines += line.endswith(b"\n")
+                if record is not None:
+                    yield record
+                elif line.strip():
+                    self.bad_lines.append(self.num_lines)
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    if isinstance(record.get("kind"), str):
+        return record
+    return {"kind": "step", **record} if {"step", "phase", "numel"} <= record.keys() else None  # a `JsonlSink` wrote it

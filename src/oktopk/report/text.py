@@ -1,0 +1,70 @@
+"""The report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import rich.table
+from rich.console import Console
+from rich.markup import escape
+
+from oktopk.report.notes import Note
+from oktopk.report.report import Report, RunReport
+from oktopk.report.shown import shown
+from oktopk.report.tables import Card, Table
+
+STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
+LONGEST = 40
+"""Rows of a table that a terminal is shown; CSV has all."""
+
+
+def print_report(report: Report, out: Console) -> None:
+    """Print every table."""
+    if report.comparison is not None:
+        out.print(as_table(report.comparison))
+    for each in report.runs:
+        print_run(each, out)
+
+
+def print_run(each: RunReport, out: Console) -> None:
+    """Print the tables of a run, after what has to be said of it."""
+    out.rule(f"[bold]{escape(each.run.name)}[/]")
+    for note in each.notes:
+        out.print(as_line(note))
+    out.print(headlines(each.cards))
+    for table in each.tables:
+        out.print(as_table(table))
+
+
+def as_line(note: Note) -> str:
+    """Return a banner as a line."""
+    return f"[{STYLES[note.level]}]{note.level}[/] {escape(note.text)}"
+
+
+def headlines(cards: Sequence[Card]) -> rich.table.Table:
+    """Return the headlines as a table."""
+    table = rich.table.Table(title="headlines", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for card in cards:
+        table.add_row(card.name, shown(card.value, card.kind), escape(card.note))
+    return table
+
+
+def as_table(table: Table) -> rich.table.Table:
+    """Return a table for the terminal: the last rows of a long one, the best figures marked."""
+    made = rich.table.Table(title=f"{table.title}. [dim]{escape(table.about)}[/]", title_justify="left")
+    for column in table.columns:
+        made.add_column(escape(column.name), justify="left" if column.kind == "text" else "right")
+    first = max(0, len(table.rows) - LONGEST)
+    if first:
+        made.caption = f"the last {LONGEST} of {len(table.rows):,}; --csv has all"
+    for i, row in enumerate(table.rows[first:], first):
+        made.add_row(*(_cell(table, i, j, value) for j, value in enumerate(row)))
+    return made
+
+
+def _cell(table: Table, row: int, column: int, value: object) -> str:
+    text = escape(shown(value, table.columns[column].kind))
+    return f"[bold green]{text} *[/]" if (row, column) in table.best else text

@@ -1,0 +1,135 @@
+"""`oktopk watch`: a run in the terminal, as its records come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from oktopk.report.notes import notes_of
+from oktopk.report.read import METRICS, MetricsReader, NoRunError
+from oktopk.report.run import ENDS, SPLIT, SPLIT_NAMES, Floats, Run
+from oktopk.report.shown import seconds, shown
+from oktopk.report.summary import mean, quotient, summary_of
+from oktopk.report.text import as_line
+
+EVERY_S = 1.0
+RECENT = 20
+"""Steps that the figures of now are means of."""
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+LAST_EVENTS = 4
+
+
+class Watched:
+    """A run that is read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / METRICS if path.is_dir() or not path.suffix else path
+        if not self._path.parent.is_dir():
+            raise NoRunError(f"wanted a run's folder or its {METRICS}, and {path} is not there: runs are in runs/NAME")
+        self._reader: MetricsReader | None = None
+        self.run = self._new_run()
+
+    def _new_run(self) -> Run:
+        return Run(self._path.parent.resolve().name)
+
+    def look(self) -> Run:
+        """Take what was written since the last look; return the run."""
+        if not self._path.is_file():
+            return self.run
+        self._reader = self._reader or MetricsReader(self._path)
+        if self._reader.has_begun_again():
+            self.run = self._new_run()
+        for record in self._reader.new():
+            self.run.add_(record)
+        self.run.bad_lines = self._reader.bad_lines
+        return self.run
+
+
+def follow(path: Path, out: Console, every_s: float = EVERY_S, once: bool = False) -> Run:
+    """Show the run until it ends, or its reader has seen enough; return it."""
+    watched = Watched(path)
+    if once:
+        out.print(view(watched.look()))
+        return watched.run
+    with Live(view(watched.look()), console=out, refresh_per_second=4) as live:
+        try:
+            while watched.run.last_event not in ENDS:
+                time.sleep(every_s)
+                live.update(view(watched.look()))
+        except KeyboardInterrupt:
+            pass
+    return watched.run
+
+
+def view(run: Run) -> RenderableType:
+    """Return how the run is doing."""
+    parts: list[RenderableType] = [Text.from_markup(as_line(note)) for note in notes_of(run) if note.level != "info"]
+    if run.num_steps:
+        parts += [_progress(run), _figures(run), _curve(run)]
+    parts += [Text.from_markup(f"[dim]step {e['step']}[/] {escape(e['event'])}: {escape(e['message'])}")
+              for e in run.events[-LAST_EVENTS:]]  # fmt: skip
+    return Panel(Group(*parts or [Text("waiting for the first record")]), title=f"{escape(run.name)}: {run.state}")
+
+
+def _progress(run: Run) -> Table:
+    planned = run.header.get("steps")
+    grid = Table.grid(padding=(0, 2))
+    made = f"step {run.num_steps:,}"
+    if not isinstance(planned, int) or planned < 1:
+        grid.add_row(made)
+        return grid
+    step_s = mean(run.step_seconds[-RECENT:].tolist())
+    left = "" if step_s is None else f"about {seconds(step_s * max(0, planned - run.num_steps))} left"
+    grid.add_row(f"{made} of {planned:,}", ProgressBar(planned, min(run.num_steps, planned), width=30), left)
+    return grid
+
+
+def _figures(run: Run) -> Table:
+    """Return the figures of now: means of the last steps, and the last validation."""
+    summary, last = summary_of(run), slice(-RECENT, None)
+
+    def recent(values: Floats) -> float | None:
+        return mean(values[last].tolist())
+
+    sent, step_s = recent(run.column("sent_bytes")), recent(run.step_seconds)
+    split = {name: quotient(recent(run.column(f"split.{name}")), step_s) for name in SPLIT}
+    rows = {
+        "loss": shown(recent(run.column("loss")), "number"),
+        "last validation": f"loss {shown(summary['val_loss'], 'number')}, WER {shown(summary['wer'], 'number')}, "
+        f"best {shown(summary['best_wer'], 'number')}",
+        "phase": f"{'sparse' if run.is_sparse[-1] else 'dense'}, "
+        f"sparsity {shown(recent(run.column('sparsity')), 'number')}, "
+        f"compression active on {summary['sparse_steps']:,} of {summary['steps']:,} steps",
+        "bytes": f"{shown(sent, 'bytes')} a step, {shown(quotient(sent, recent(run.dense_bytes)), 'share')} of dense; "
+        f"{shown(summary['sent_bytes'], 'bytes')} so far",
+        "time": f"{shown(step_s, 'seconds')} a step: "
+        + ", ".join(f"{SPLIT_NAMES[name]} {shown(share, 'share')}" for name, share in split.items()),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        grid.add_row(f"[bold]{name}[/]", text)
+    return grid
+
+
+def _curve(run: Run) -> Text:
+    """Return the loss over all steps, as a row of bars."""
+    loss = run.column("loss")
+    means = [mean(part.tolist()) for part in np.array_split(loss, min(WIDTH, len(loss)))]
+    known = [value for value in means if value is not None]
+    if not known:
+        return Text("loss n/a")
+    low, high = min(known), max(known)
+    scale = (len(BARS) - 1) / (high - low or 1.0)
+    bars = "".join(" " if value is None else BARS[round((value - low) * scale)] for value in means)
+    return Text(f"{bars}  loss, {high:.4g} to {low:.4g}")
