@@ -9,13 +9,14 @@ import torch
 from bench.learning import settings
 from bench.learning.__main__ import main
 from bench.learning.experiment import Record
-from bench.learning.learner import Optimizer, Rates
+from bench.learning.learner import Learner, Optimizer, Rates
 from bench.learning.mechanisms import Exchange, Layout
 from bench.learning.settings import CATALOGUE, Setting, parse, read_settings
 from bench.learning.speech import Recordings, Speech
 from bench.learning.tables import figures_of
 from oktopk import Comm, run_local
 from oktopk.errors import SettingError
+from oktopk.train.config import make_config
 
 LAYOUT = Layout(lengths=(600, 300, 100), rows=(20, 30, 10), side=24)
 RANKS, STEPS = 3, 8
@@ -155,6 +156,18 @@ def test_the_dense_steps_send_what_a_ring_does():
         return exchange.take_sent_bytes()
 
     assert sum(run_local(4, sent)) == 4 * 2 * LAYOUT.numel * 4 * 3 // 4
+
+
+def test_replicas_have_the_weights_of_the_net_and_statistics_of_their_own():
+    learner = Learner(make_config({"dnn": "lstman4-small"}), 2, torch.device("cpu"))
+    speech = Speech(made_up(8), seed=1, workers=2, batch_size=2, device=torch.device("cpu"))
+    learner.update(torch.ones(learner.layout.numel), Rates(0.01, 0.0, False, 0.0))
+    batch = speech.batch(0, worker=0)
+    outputs = [replica.eval()(batch.inputs, batch.frames)[0] for replica in learner.replicas]
+    assert torch.equal(*outputs)
+    learner.fill_gradient(1, 0, speech)
+    assert torch.equal(learner.net.last_norm.running_mean, torch.zeros(160))
+    assert learner.replicas[1].last_norm.running_mean.any()
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -7,7 +7,7 @@
 Trains with each setting on the same order of the data and from the same weights, and says what each took to reach given
 training losses and WERs. Workers are virtual: their gradients are computed one after the other, the exchanges are the
 library's, on threads. Every training is one line of DIR/runs.jsonl as soon as it ends; what is there already is not
-made again.
+made again, unless time was up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.learning import plots, tables
-from bench.learning.experiment import Task, run_all
+from bench.learning.experiment import OUT_OF_TIME, Task, run_all
 from bench.learning.settings import CATALOGUE, Setting, read_settings
 from bench.learning.speech import Recordings
 from oktopk.bench.provenance import provenance
@@ -57,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def _train(args: argparse.Namespace, config: Config) -> None:
     """Make every training that is not there yet, and write each down as it ends."""
     runs = args.out / RUNS
-    made = {(run["setting"]["name"], run["seed"]) for run in _read(runs)}
-    told = {"data": args.corpus.name if args.corpus else config.dataset, **provenance()}
+    made = {(run["setting"]["name"], run["seed"]) for run in _read(runs) if not run["ended"].startswith(OUT_OF_TIME)}
+    told = {"data": args.corpus.name if args.corpus else config.dataset, "device": _device(args.device), **provenance()}
     with tempfile.TemporaryDirectory() as folder, runs.open("a", encoding="utf-8") as file:
         tasks = [
             _task(args, replace(config, seed=seed), setting, Path(folder))
@@ -100,7 +102,7 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     Console(width=180).print(tables.table_of(rows))
     if not args.no_plots:
         plots.draw(runs, compute_s, args.out)
-    kept = ("workers", "steps_per_epoch", "data", "versions", "hardware", "date")
+    kept = ("workers", "steps_per_epoch", "data", "device", "versions", "hardware", "date")
     result = {"bench": "learning", "compute_s": compute_s, **{key: runs[0].get(key) for key in kept}, "rows": rows}
     line = json.dumps(result, allow_nan=False)
     (args.out / "summary.json").write_text(line + "\n", encoding="utf-8")
@@ -109,7 +111,13 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """Return the trainings of a file; of two with the same setting and seed the later one."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return list({(run["setting"]["name"], run["seed"]): run for run in map(json.loads, lines)}.values())
+
+
+def _device(name: str) -> str:
+    return torch.cuda.get_device_name(name) if name.startswith("cuda") else name
 
 
 def _list() -> dict[str, Any]:

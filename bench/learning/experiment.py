@@ -11,7 +11,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from oktopk import Comm, run_local
 from oktopk.train.config import Config
 
 TIMEOUT_S = 600.0
+OUT_OF_TIME = "out of time"
 CURVES = ("loss", "sent_bytes", "selected_over_k", "residual_norm", "grad_norm", "seconds")
 
 
@@ -58,6 +59,11 @@ class Task:
     def trunk(self) -> Path:
         """The file of the dense steps that this training begins with."""
         return self.scratch / f"trunk-{self.config.seed}-{min(self.setting.dense_steps, self.steps)}.pt"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether time is up."""
+        return 0 < self.until < time.time()
 
     @property
     def dense_part(self) -> Task:
@@ -92,8 +98,10 @@ def run_all(tasks: Sequence[Task], jobs: int, say: Callable[[str], None]) -> Ite
             yield result
 
 
-def run(task: Task) -> dict[str, Any]:
-    """Return the figures of one training; one that fails says why instead of ending the others."""
+def run(task: Task) -> dict[str, Any] | None:
+    """Return the figures of one training, unless time is up; one that fails says why instead of ending the others."""
+    if task.is_over:
+        return None
     start, training = time.perf_counter(), Training(task)
     training.go_on_from(task.trunk)
     try:
@@ -181,8 +189,8 @@ class Training:
         last = step + 1 == self.task.steps
         if last or (place + 1 == self.speech.steps_per_epoch and (epoch + 1) % self.task.evaluate_every == 0):
             record.evaluations.append({"step": step + 1, **self.learner.evaluate(self.speech)})
-        if self.task.until and time.time() > self.task.until and not last:
-            record.ended = f"out of time after step {step}"
+        if self.task.is_over and not last:
+            record.ended = f"{OUT_OF_TIME} after step {step}"
 
 
 def _exchanged(exchange: Exchange, grad: Tensor, step: int, buffer: Tensor) -> Tensor:
@@ -199,14 +207,14 @@ def _meet(comm: Comm) -> None:
     comm.all_gather(torch.zeros(1))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _recordings(corpus: Path | None, config: Config) -> Recordings:
     return Recordings.of(corpus, config)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def _speech(corpus: Path | None, config: Config, workers: int, device: str) -> Speech:
-    """Return the data of a training; the next one in this process has the same, as a rule."""
+    """Return the data of a training; the next ones in this process have the same, or those of another seed."""
     recordings = _recordings(corpus, replace(config, seed=0))
     return Speech(
         recordings,
@@ -264,10 +272,9 @@ class _Pool:
         if self._executor:
             self._executor.shutdown(cancel_futures=True)
 
-    def run(self, work: Callable[[Task], dict[str, Any]], tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
-        if not self._executor:
-            yield from map(work, tasks)
-            return
-        futures: list[Future[dict[str, Any]]] = [self._executor.submit(work, task) for task in tasks]
-        for future in as_completed(futures):
-            yield future.result()
+    def run(self, work: Callable[[Task], dict[str, Any] | None], tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
+        if self._executor:
+            results = (future.result() for future in as_completed(self._executor.submit(work, task) for task in tasks))
+        else:
+            results = (work(task) for task in tasks)
+        yield from (result for result in results if result is not None)

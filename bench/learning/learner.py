@@ -31,7 +31,7 @@ class Learner:
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn).to(device)
         large = {name: not small_or_vector(name, parameter) for name, parameter in self.net.named_parameters()}
-        self.parameters = [p for name, p in self.net.named_parameters() if large[name]]
+        self.parameters: list[Tensor] = [p for name, p in self.net.named_parameters() if large[name]]
         side = [p for name, p in self.net.named_parameters() if not large[name]]
         self.layout = Layout(
             lengths=[p.numel() for p in self.parameters],
@@ -41,7 +41,7 @@ class Learner:
         self.parameters += side
         self.replicas = [self.net, *(_replica(self.net) for _ in range(1, workers))]
         self.grads = torch.zeros(workers, self.layout.numel, device=device)
-        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in self.replicas]
+        self.streams = [_stream(device) for _ in self.replicas]
         self.optimizer = Optimizer(self.layout.numel, device)
 
     def fill_gradient(self, worker: int, step: int, speech: Speech) -> float:
@@ -60,13 +60,13 @@ class Learner:
     @torch.no_grad()
     def update(self, grad: Tensor, rates: Rates) -> Tensor:
         """Clip the gradient that trains, step, and return its norm before."""
-        norm = grad.norm()
+        norm: Tensor = grad.norm()
         if rates.clip:
             grad = grad * (rates.clip / (norm + 1e-6)).clamp(max=1.0)
         direction = self.optimizer.direction(grad, rates)
-        sizes = [parameter.numel() for parameter in self.parameters]
-        parts = [part.view_as(p) for part, p in zip(direction.split(sizes), self.parameters, strict=True)]
-        torch._foreach_add_(self.parameters, parts, alpha=-rates.lr)
+        parts = torch.split(direction, [parameter.numel() for parameter in self.parameters])
+        shaped = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+        torch._foreach_add_(self.parameters, shaped, alpha=-rates.lr)
         return norm
 
     @torch.no_grad()
@@ -90,6 +90,10 @@ class Learner:
         """Go on from there."""
         self.net.load_state_dict(saved["net"])
         self.optimizer.buffer.copy_(saved["buffer"])
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _replica(net: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ def _draw(what: str, runs: Sequence[Run], compute_s: float, folder: Path) -> Pat
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width * len(axes), height), layout="constrained")
     names = list(dict.fromkeys(run["setting"]["name"] for run in runs))
-    colours = matplotlib.colormaps["tab20"].colors
+    colour = matplotlib.colormaps["tab20"]
     for panel, (label, place) in zip(figure.subplots(1, len(axes)), axes.items(), strict=True):
         for run in runs:
             at, values = _points(what, run, place(run))
@@ -36,7 +36,7 @@ def _draw(what: str, runs: Sequence[Run], compute_s: float, folder: Path) -> Pat
             style = (
                 {"color": "black"}
                 if name == "dense"
-                else {"color": colours[i % 20], "ls": ("-", "--", ":")[i // 20 % 3]}
+                else {"color": colour(i % 20), "ls": ("-", "--", ":")[i // 20 % 3]}
             )
             panel.plot(at, values, lw=1.1, label=name if first else None, **style)
         panel.set(xlabel=label, ylabel="training loss" if what == "loss" else "WER")

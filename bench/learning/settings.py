@@ -232,8 +232,8 @@ def _resolve(spec: str) -> Setting:
 
 def _change(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    known = {each.name: each for each in fields(Setting) if each.name != "name"}
-    kind = type(known[one_of("field of a setting", name, known)].default)
+    known: dict[str, type] = {each.name: type(each.default) for each in fields(Setting) if each.name != "name"}
+    kind = known[one_of("field of a setting", name, known)]
     if not equals:
         raise SettingError(f"{name} wants a value: {name}=...")
     try:

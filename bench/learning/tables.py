@@ -42,7 +42,7 @@ def figures_of(run: Run, losses: Sequence[float], wers: Sequence[float], compute
 
 def window_of(run: Run) -> int:
     """Return over how many steps a training loss is averaged: an epoch's, or as many as there are."""
-    return max(1, min(run["steps_per_epoch"], run["steps"]))
+    return max(1, min(int(run["steps_per_epoch"]), int(run["steps"])))
 
 
 def trailing_means(values: Sequence[float], window: int) -> list[float]:
