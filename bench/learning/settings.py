@@ -21,7 +21,7 @@ class Setting:
     """One way to train. Before step `dense_steps` all settings are alike: dense, with the recipe's optimizer.
 
     algorithm       of the sparse steps; dense goes on dense
-    density, ranking, wire, slack, mode    of the algorithm, where it has them
+    density, ranking, wire, slack, mode    of the algorithm, where it has them; `rescale_every`: `repartition_every`
     ramp            densities before the last one, each with its steps: "0.25x14 0.05x14"
     parts           whole: one exchange; tensor: one for each parameter tensor, k spread by its size
 
@@ -55,6 +55,7 @@ class Setting:
     ranking: str = "scaled"
     wire: str = "fp32"
     slack: float = 1.25
+    rescale_every: int = 64
     mode: str = "bounded"
     dense_steps: int = 128
     ramp: str = ""
@@ -109,7 +110,7 @@ class Setting:
         """Return the algorithm of a sparse step, counted from the switch."""
         known = ALGORITHMS[self.algorithm].__dataclass_fields__
         values: dict[str, Any] = {"density": self.density_at(sparse_step), "ranking": self.ranking, "mode": self.mode}
-        values |= {"wire": self.wire, "slack": self.slack}
+        values |= {"wire": self.wire, "slack": self.slack, "repartition_every": self.rescale_every}
         if self.is_weighted:
             values["ranking"] = "magnitude"
         return make_algorithm(self.algorithm, **{name: value for name, value in values.items() if name in known})
@@ -171,6 +172,7 @@ CATALOGUE: dict[str, str] = {
     "age-1": "scaled-1+scale_over=tensor+age_power=1",
     "age-2": "scaled-1+scale_over=tensor+age_power=2",
     "scale-tensor": "scaled-1+scale_over=tensor",
+    "rescale-8": "scaled-1+rescale_every=8",
     "scale-running": "scaled-1+scale_over=tensor+scale_every=4+scale_memory=0.9",
     "scale-row": "scaled-1+scale_over=row",
     "scale-row-running": "scaled-1+scale_over=row+scale_memory=0.8",
