@@ -19,6 +19,9 @@ test: .venv/ready  ## the laws, on threads and on a few real processes: under si
 
 .venv/ready-all: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"
+	@# The report is tested in a browser; root on Debian gets one, others are told by the tests.
+	@command -v chromium > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
+	  || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium > /dev/null; }
 	@touch $@
 
 test-all: test .venv/ready-all  ## the long tests as well, the trainers above DDP among them

@@ -126,9 +126,9 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
             for i, (run, place) in enumerate(zip(runs, places, strict=True))
         ]
 
-    def by_step(values: Sequence[Floats], style: str = "line") -> list[Group]:
+    def by_step(values: Sequence[Floats]) -> list[Group]:
         return [
-            Group(place.steps, [Series(run.name, y, f"run{i}", style)])
+            Group(place.steps, [Series(run.name, y, f"run{i}")])
             for i, (run, place, y) in enumerate(zip(runs, places, values, strict=True))
         ]
 
@@ -142,9 +142,9 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
               "loss (nats an utterance)", by_epoch("train_loss"), **defined),
         Chart("all-sent", "Bytes sent", "By rank 0 since the start, measured.", "bytes sent (B)",
               by_step([run.sent_so_far for run in runs]), (STEP, SECONDS), "bytes"),
-        Chart("all-seconds", "Time of a step", "On rank 0.", "time a step (s)",
-              by_step([run.step_seconds for run in runs], "faint"), (STEP, BYTES), "seconds",
-              definition="A training run"),
+        Chart("all-seconds", "Time of a step", "On rank 0, means over stretches of steps.", "time a step (s)",
+              [replace(group, thin="mean") for group in by_step([run.step_seconds for run in runs])], (STEP, BYTES),
+              "seconds", definition="A training run"),
         Chart("all-bytes-a-step", "Bytes of a step", "Sent by rank 0, measured.", "bytes a step (B)",
               by_step([run.column("sent_bytes") for run in runs]), (STEP, SECONDS), "bytes", log=True),
     ]  # fmt: skip

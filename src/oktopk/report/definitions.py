@@ -1,23 +1,15 @@
-"""`docs/accounting.md`, which defines every figure, as it travels with the package and inside each page."""
+"""`docs/accounting.md`, which defines every figure: linked into the package, and inside each page."""
 
 from __future__ import annotations
 
 import re
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
-
-NAME = "accounting.md"
 
 
 def accounting() -> str:
-    """Return the text: the package's copy, or the checkout's own file."""
-    packed = files("oktopk.report") / NAME
-    return packed.read_text("utf-8") if packed.is_file() else _in_checkout().read_text("utf-8")
-
-
-def _in_checkout() -> Path:
-    return Path(__file__).parents[3] / "docs" / NAME
+    """Return the text."""
+    return (files("oktopk.report") / "accounting.md").read_text("utf-8")
 
 
 def anchor(heading: str) -> str:

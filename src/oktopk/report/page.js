@@ -141,10 +141,21 @@
       };
     }
 
+    tick(value) {
+      if (this.chart.kind === "number") return value >= 1e4 ? value.toLocaleString("en") : String(value);
+      const [size, unit] = [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""], [1e-3, "m"]].find(([least]) => value >= least) || [1e-6, "\u00b5"];
+      return `${Number((value / size).toPrecision(3))}${unit}${this.suffix()}`;
+    }
+
     logAxis() {
       const shown = this.groups.flatMap((group) => group.series.map((series) => series.y)).flatMap((y) => Array.from(y).filter((value) => value > 0));
       const low = Math.min(...shown), high = Math.max(...shown);
-      const axis = { dtick: high / low < 500 ? "D2" : 1, tickformat: this.chart.kind === "number" ? "~g" : "~s" };
+      const digits = high / low < 20 ? [1, 2, 3, 5] : high / low < 1000 ? [1, 3] : [1];
+      const tickvals = [];
+      for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
+        tickvals.push(...digits.map((digit) => Number(`${digit}e${power}`)));
+      }
+      const axis = { tickvals, ticktext: tickvals.map((value) => this.tick(value)) };
       if (this.chart.labels.length) axis.range = [-0.3, Math.log10(high) + 0.15];
       return axis;
     }

@@ -40,7 +40,7 @@ def number(value: float) -> str:
 
 
 SHOWN: dict[str, Callable[[Any], str]] = {
-    "text": str,
+    "text": lambda value: f"{value:,}" if type(value) is int else str(value),
     "count": lambda value: f"{value:,.0f}",
     "number": number,
     "bytes": megabytes,

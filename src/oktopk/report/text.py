@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import rich.table
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 
 from oktopk.report.notes import Note
 from oktopk.report.report import Report, RunReport
@@ -14,6 +16,9 @@ from oktopk.report.shown import shown
 from oktopk.report.tables import Card, Table
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
+MOST_TURNED = 8
+"""Rows of a table that is turned if it is too wide."""
+
 LONGEST = 40
 """Rows of a table that a terminal is shown; CSV has all."""
 
@@ -21,7 +26,7 @@ LONGEST = 40
 def print_report(report: Report, out: Console) -> None:
     """Print every table."""
     if report.comparison is not None:
-        out.print(as_table(report.comparison))
+        out.print(as_table(report.comparison, out.width))
     for each in report.runs:
         print_run(each, out)
 
@@ -33,7 +38,7 @@ def print_run(each: RunReport, out: Console) -> None:
         out.print(as_line(note))
     out.print(headlines(each.cards))
     for table in each.tables:
-        out.print(as_table(table))
+        out.print(as_table(table, out.width))
 
 
 def as_line(note: Note) -> str:
@@ -52,9 +57,20 @@ def headlines(cards: Sequence[Card]) -> rich.table.Table:
     return table
 
 
-def as_table(table: Table) -> rich.table.Table:
-    """Return a table for the terminal: the last rows of a long one, the best figures marked."""
-    made = rich.table.Table(title=f"{table.title}. [dim]{escape(table.about)}[/]", title_justify="left")
+def as_table(table: Table, width: int) -> rich.table.Table:
+    """Return a table for a terminal of this width: turned, if it is too wide, and of a long one the last rows."""
+    upright, turned = _upright(table), _turned(table)
+    fits = _width(upright) <= width or len(table.rows) > MOST_TURNED
+    return upright if fits or _width(turned) > _width(upright) else turned
+
+
+def _width(table: rich.table.Table) -> int:
+    wide = Console(width=10_000)
+    return Measurement.get(wide, wide.options, table).maximum
+
+
+def _upright(table: Table) -> rich.table.Table:
+    made = _titled(table)
     for column in table.columns:
         made.add_column(escape(column.name), justify="left" if column.kind == "text" else "right")
     first = max(0, len(table.rows) - LONGEST)
@@ -63,6 +79,22 @@ def as_table(table: Table) -> rich.table.Table:
     for i, row in enumerate(table.rows[first:], first):
         made.add_row(*(_cell(table, i, j, value) for j, value in enumerate(row)))
     return made
+
+
+def _turned(table: Table) -> rich.table.Table:
+    """Return the table with a row for each of its columns."""
+    made = _titled(table)
+    made.add_column(escape(table.columns[0].name))
+    for row in table.rows:
+        made.add_column(escape(shown(row[0], table.columns[0].kind)), justify="right")
+    for j, column in enumerate(table.columns[1:], 1):
+        made.add_row(escape(column.name), *(_cell(table, i, j, row[j]) for i, row in enumerate(table.rows)))
+    return made
+
+
+def _titled(table: Table) -> rich.table.Table:
+    title = f"[bold]{table.title}.[/] [dim]{escape(table.about)}[/]"
+    return rich.table.Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _cell(table: Table, row: int, column: int, value: object) -> str:

@@ -1,0 +1,267 @@
+"""The page in a real browser, offline: no complaint, no request, what is clicked is shown, nothing is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oktopk.report.page import make_page
+from oktopk.report.report import make_report
+from oktopk.report.run import Run, load_run
+from tests.report.synthetic import SIDE, Record, make_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run", "--disable-quic",
+]  # fmt: skip
+EVIL = "</script><script>throw 1</script>"
+SIZES = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
+MOST_OPENING_S = 3.0
+PATIENCE_S = 30.0
+
+FIRST = make_run(steps=60, ranks=3, dense_steps=20, skipped=(33,))
+SECOND = make_run(steps=60, ranks=3, dense_steps=60, seed=7)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium; where there is none, that is seen: a failure on a build machine, a skip with a reason elsewhere."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        sync_playwright = None
+    if sync_playwright is None or CHROMIUM is None:
+        missing = "these tests need playwright and Chromium: apt-get install chromium"
+        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@dataclass
+class Opened:
+    """A page, and what it complained of and asked for."""
+
+    page: Any
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def plot(self, chart: str) -> list[dict[str, Any]]:
+        """Return what a chart shows: by trace its name, whether it is visible, and its points."""
+        self.page.locator(f'[data-chart="{chart}"]').scroll_into_view_if_needed()
+        self.until(f"{_DATA.format(chart)} !== undefined")
+        self.page.wait_for_timeout(150)
+        found: list[dict[str, Any]] = self.page.evaluate(
+            f"{_DATA.format(chart)}.map(t => ({{name: t.name, visible: t.visible, "
+            "x: Array.from(t.x), y: Array.from(t.y)}))"
+        )
+        return found
+
+    def until(self, condition: str) -> None:
+        """Wait until it holds; playwright's own way evaluates texts, which the page forbids."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, f"not so after {PATIENCE_S:g} s: {condition}"
+            self.page.wait_for_timeout(20)
+
+    def click(self, chart: str, what: str) -> None:
+        self.page.locator(f'[data-chart="{chart}"] button[{what}]').click()
+
+
+_DATA = "document.querySelector('[data-chart=\"{}\"] .plot').data"
+
+
+def opened(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -> Opened:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    result = Opened(context.new_page())
+    result.page.on("console", lambda message: result.complaints.append(f"{message.type}: {message.text}"))
+    result.page.on("pageerror", lambda error: result.complaints.append(str(error)))
+    result.page.on("request", lambda request: result.requests.append(request.url))
+    result.page.goto(path.as_uri())
+    return result
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "one.html").write_text(make_page(make_report([Run.of(FIRST, "one")])))
+    both = make_report([Run.of(FIRST, EVIL), Run.of(SECOND, "a-run-with-a-long-name-" * 4)])
+    (folder / "both.html").write_text(make_page(both))
+    damaged = [*FIRST[:9], {"kind": "event", "event": "failed", "step": 7, "message": EVIL * 9}]
+    (folder / "damaged.html").write_text(make_page(make_report([Run.of(damaged, "damaged")])))
+    (folder / "empty.html").write_text(make_page(make_report([Run.of([], "empty")])))
+    return folder
+
+
+def draw_all(seen: Opened) -> None:
+    seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    seen.until(
+        "Array.from(document.querySelectorAll('article:not([hidden]) .plot, #comparison-section .plot'))"
+        ".every(plot => plot.data !== undefined)"
+    )
+    seen.page.wait_for_timeout(500)
+
+
+@pytest.mark.parametrize("name", ["one", "both", "damaged", "empty"])
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+def test_it_opens_without_a_complaint_or_a_request_and_nothing_is_cut(
+    browser: Any, pages: Path, name: str, width: int, scheme: str
+) -> None:
+    seen = opened(browser, pages / f"{name}.html", width, scheme)
+    draw_all(seen)
+    assert seen.complaints == []
+    assert seen.requests == [(pages / f"{name}.html").as_uri()]
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert seen.page.evaluate(_CUT) == []
+    assert seen.page.evaluate(_UNTITLED) == []
+
+
+_CUT = """() => {
+  const cut = [];
+  for (const plot of document.querySelectorAll(".plot")) {
+    const room = plot.getBoundingClientRect();
+    for (const text of plot.querySelectorAll("svg text")) {
+      const box = text.getBoundingClientRect();
+      if (box.width && (box.left < room.left - 1 || box.right > room.right + 1 || box.bottom > room.bottom + 1
+          || box.top < room.top - 1)) cut.push(plot.closest("figure").dataset.chart + ": " + text.textContent);
+    }
+  }
+  for (const one of document.querySelectorAll(".card, .note, h1, h2, h3, button, figcaption")) {
+    if (one.scrollWidth > one.clientWidth + 1 && one.clientWidth) cut.push(one.textContent);
+  }
+  return cut;
+}"""
+"""What is wider than its place; tables may be scrolled."""
+
+_UNTITLED = """() => Array.from(document.querySelectorAll(".plot")).filter((plot) => plot.data)
+  .filter((plot) => ![".xtitle", ".ytitle"].every((title) => plot.querySelector(title)?.textContent))
+  .map((plot) => plot.ariaLabel)"""
+
+
+def steps_of(records: list[Record]) -> list[Record]:
+    return [record for record in records if record["kind"] == "step"]
+
+
+def test_plots_have_the_data(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "one.html")
+    loss = {trace["name"]: trace for trace in seen.plot("loss-0")}
+    steps = [step for step in steps_of(FIRST) if step["loss"] is not None]
+    shown = loss["training, each step"]
+    known = [(x, y) for x, y in zip(shown["x"], shown["y"], strict=True) if y is not None and y == y]
+    assert [x for x, _ in known] == [step["step"] for step in steps]
+    assert [y for _, y in known] == pytest.approx([step["loss"] for step in steps], rel=1e-6)
+    sent = {trace["name"]: trace["y"] for trace in seen.plot("bytes-0")}
+    assert sent["side dense"] == pytest.approx([step["sent_by_phase"]["side"] for step in steps_of(FIRST)], rel=1e-6)
+
+
+def test_the_rank_is_chosen(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "one.html")
+    for rank in (0, 2, 1):
+        seen.page.locator(f'.ranks button[data-rank="{rank}"]').click()
+        compute = next(trace for trace in seen.plot("split-0") if trace["name"] == "forward and backward")
+        assert compute["y"] == pytest.approx([step["ranks"][rank]["compute"] for step in steps_of(FIRST)], rel=1e-6)
+        phases = {trace["name"]: trace for trace in seen.plot("phases-0")}
+        expected = [step["ranks"][rank]["seconds"].get("select", 0) for step in steps_of(FIRST)]
+        assert phases["select"]["y"] == pytest.approx(expected, rel=1e-6)
+    assert seen.complaints == []
+
+
+def test_series_are_switched_off_and_on(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "one.html")
+    for wanted in (False, True):
+        seen.click("bytes-0", 'data-series="dense would send"')
+        visible = {trace["name"]: trace["visible"] for trace in seen.plot("bytes-0")}
+        assert visible.pop("dense would send") is wanted
+        assert all(visible.values())
+    assert (
+        seen.page.locator('[data-chart="bytes-0"] button[data-series="gather"]').get_attribute("aria-pressed") == "true"
+    )
+
+
+def test_the_axis_is_chosen(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "one.html")
+    seconds = np.cumsum([sum(step["split"].values()) for step in steps_of(FIRST)])
+    sent = np.cumsum([step["sent_bytes"] for step in steps_of(FIRST)])
+    for axis, places in (("seconds", seconds), ("bytes", sent), ("step", np.arange(60))):
+        seen.click("loss-0", f'data-axis="{axis}"')
+        assert seen.plot("loss-0")[0]["x"] == pytest.approx(places.tolist(), rel=1e-6)
+    seen.click("bytes-0", 'data-zoom="near"')
+    seen.plot("bytes-0")
+    top = seen.page.evaluate("document.querySelector('[data-chart=\"bytes-0\"] .plot').layout.yaxis.range[1]")
+    bounds = [4 * (6 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in steps_of(FIRST)[20:]]
+    assert top == pytest.approx(1.3 * max(bounds))
+
+
+def test_another_run_is_chosen_and_names_are_texts(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "both.html")
+    assert seen.page.locator("h2.name").first.text_content() == EVIL
+    overlays = seen.plot("all-sent")
+    assert len(overlays) == 2
+    for trace, records in zip(overlays, (FIRST, SECOND), strict=True):
+        assert trace["y"][-1] == pytest.approx(sum(step["sent_bytes"] for step in steps_of(records)), rel=1e-6)
+    seen.page.locator('nav.runs button[data-run="1"]').click()
+    assert [seen.page.locator(f'article[data-run="{i}"]').is_visible() for i in (0, 1)] == [False, True]
+    losses = [step["loss"] for step in steps_of(SECOND)]
+    assert seen.plot("loss-1")[0]["y"] == pytest.approx(losses, rel=1e-6)
+    assert seen.complaints == []
+
+
+def test_a_definition_opens(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "one.html")
+    seen.page.locator('[data-chart="loss-0"] a.definition').click()
+    assert seen.page.locator("#def-a-training-run").is_visible()
+
+
+def test_the_scheme_changes_while_it_is_open(browser: Any, pages: Path) -> None:
+    seen = opened(browser, pages / "one.html")
+    seen.plot("loss-0")
+    color = "getComputedStyle(document.querySelector('[data-chart=\"loss-0\"] .xtitle')).fill"
+    light = seen.page.evaluate(color)
+    seen.page.emulate_media(color_scheme="dark")
+    seen.until(f"{color} !== '{light}'")
+
+
+def write_long_run(folder: Path, steps: int) -> None:
+    """Write a run of so many steps: a few hundred lines that differ, again and again, each with its number."""
+    header, *_ = make_run(steps=1, ranks=2)
+    lines = [json.dumps({**step, "step": "@"}) for step in steps_of(make_run(steps=200, ranks=2, dense_steps=0))]
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({**header, "steps": steps}) + "\n")
+        for number in range(steps):
+            file.write(lines[number % len(lines)].replace('"@"', str(number)) + "\n")
+
+
+def test_a_run_of_100_000_steps_opens_in_less_than_3_seconds(browser: Any, tmp_path: Path) -> None:
+    steps = 100_000
+    write_long_run(tmp_path / "long", steps)
+    report = make_report([load_run(tmp_path / "long")])
+    page = tmp_path / "long.html"
+    page.write_text(make_page(report))
+    assert page.stat().st_size < 6_000_000
+    made = steps_of(make_run(steps=200, ranks=2, dense_steps=0))
+    sent = sum(step["sent_bytes"] for step in made) * (steps // len(made))
+    assert report.runs[0].table("ranks").rows[0][1] == sent
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        seen = opened(browser, page)
+        seen.until(f"{_DATA.format('loss-0')} !== undefined")
+        seconds.append(time.perf_counter() - start)
+        assert seen.complaints == []
+        seen.page.context.close()
+    print(f"opened in {min(seconds):.2f} to {max(seconds):.2f} s")
+    assert min(seconds) < MOST_OPENING_S
