@@ -12,19 +12,20 @@ from numpy.typing import NDArray
 from oktopk.report.run import PAIRS, SPLIT_NAMES, Floats, Run, sum_known
 
 STEP, SECONDS, BYTES = "step", "seconds", "bytes"
-STRETCHES = "Means over stretches of steps; the line is the longest step of each."
+STRETCHES = "Means over stretches of steps; the longest step of each can be switched on."
 MOST_STRETCHES = 150
 AXES = {STEP: "step", SECONDS: "training time (s)", BYTES: "bytes sent by rank 0"}
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its name, its values, and the colour it shares with the same thing elsewhere."""
+    """A curve: its name, its values, the colour it shares with the same thing elsewhere; `off` until it is chosen."""
 
     name: str
     y: Floats
     color: str
     style: str = "line"  # or "faint", "dots", "dash", "area" (stacked), "bar"
+    off: bool = False
 
 
 @dataclass(frozen=True)
@@ -328,8 +329,10 @@ def _communication(run: Run, places: _Places) -> Chart:
 
 def _stack(places: _Places, parts: Sequence[Series], rank: int | None) -> list[Group]:
     """Return the parts of a step's time, and its whole: the parts by their mean, the whole by its longest."""
-    whole = Series("longest step", sum_known([part.y for part in parts]) if parts else np.empty(0), "ink", "faint")
-    return [Group(places.steps, parts, rank, "mean"), Group(places.steps, [whole], rank, "longest")] if parts else []
+    if not parts:
+        return []
+    whole = Series("longest step", sum_known([part.y for part in parts]), "ink", "faint", off=True)
+    return [Group(places.steps, parts, rank, "mean"), Group(places.steps, [whole], rank, "longest")]
 
 
 def _ranks(run: Run) -> Sequence[int | None]:

@@ -30,7 +30,7 @@
       this.axis = Object.keys(this.chart.axes)[0];
       this.rank = 0;
       this.near = false;
-      this.hidden = new Set();
+      this.hidden = new Set(this.chart.groups.flatMap((group) => group.series).filter((series) => series.off).map((series) => series.name));
       this.drawn = false;
       this.turn = Promise.resolve();
       for (const group of this.chart.groups) {
@@ -98,7 +98,7 @@
         name: series.name, x: group.x[this.axis], y: series.y, visible: !this.hidden.has(series.name),
         hovertemplate: `%{y:${this.chart.kind === "number" ? ".4~g" : ".3~s"}}${this.suffix()}`,
       };
-      if (series.style === "bar") return { ...shown, type: "bar", marker: { color } };
+      if (series.style === "bar") return { ...shown, type: "bar", marker: { color }, ...this.seat(series) };
       const single = group.x[this.axis].length < 2;
       shown.type = "scatter";
       shown.mode = series.style === "dots" || single ? "lines+markers" : "lines";
@@ -108,6 +108,18 @@
       const width = series.style === "faint" ? 1.2 : 2;
       const line = { color, width, dash: series.style === "dash" ? "dash" : "solid" };
       return { ...shown, line, marker: { color, size: 6 }, opacity: series.style === "faint" ? 0.75 : 1, connectgaps: series.style === "dots" };
+    }
+
+    seat(series) {
+      // Bars of one place share it; those that are not there take no room.
+      const bars = this.groups.flatMap((group) => group.series).filter((each) => !this.hidden.has(each.name));
+      const width = [], offset = [];
+      for (let i = 0; i < series.y.length; i += 1) {
+        const there = bars.filter((each) => each.y[i] > 0);
+        width.push(0.8 / Math.max(there.length, 1));
+        offset.push(-0.4 + width[i] * Math.max(there.indexOf(series), 0));
+      }
+      return { width, offset };
     }
 
     suffix() {
@@ -132,11 +144,12 @@
       else if (this.chart.fromZero) yaxis.rangemode = "tozero";
       if (this.near) yaxis.range = [0, this.chart.zoom.top];
       return {
-        xaxis, yaxis, ...this.marks(soft), showlegend: false, barmode: "group", bargap: 0.25,
+        xaxis, yaxis, ...this.marks(soft), showlegend: false, barmode: "overlay",
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
         font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 },
         margin: { l: 66, r: 18, t: 22, b: 48 }, hovermode: "x unified",
         hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: ink } },
+        modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: css("accent") },
         dragmode: narrow.matches ? false : "zoom",
       };
     }
@@ -149,7 +162,7 @@
 
     logAxis() {
       const shown = this.groups.flatMap((group) => group.series.map((series) => series.y)).flatMap((y) => Array.from(y).filter((value) => value > 0));
-      const low = Math.min(...shown), high = Math.max(...shown);
+      const low = this.chart.labels.length ? 1 : Math.min(...shown), high = Math.max(...shown);
       const digits = high / low < 20 ? [1, 2, 3, 5] : high / low < 1000 ? [1, 3] : [1];
       const tickvals = [];
       for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
@@ -174,7 +187,7 @@
     draw() {
       this.drawn = true;
       const bar = narrow.matches ? false : "hover";
-      const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+      const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
       this.turn = this.turn.then(() => Plotly.react(this.plot, this.traces(), this.layout(), config));  // one at a time
     }
   }

@@ -100,7 +100,7 @@ def _encoded(chart: Chart) -> dict[str, Any]:
                 "rank": group.rank,
                 "x": {axis: packed(group.x[axis]) for axis in chart.axes},
                 "series": [
-                    {"name": each.name, "color": each.color, "style": each.style, "y": packed(each.y)}
+                    {"name": each.name, "color": each.color, "style": each.style, "off": each.off, "y": packed(each.y)}
                     for each in group.series
                 ],
             }
