@@ -96,7 +96,7 @@ def test_an_earlier_version_lacks_what_it_lacks(tmp_path: Path) -> None:
     del old[0]["sparse_numel"], old[-1]
     report = report_of(write_run(tmp_path, old))
     assert report.run.state == "ended"
-    assert "has no times by rank, message sizes, regions: an earlier version wrote it" in banners(report)
+    assert "has no phases of every rank and no message sizes: an earlier version" in banners(report)
     bytes_sent = {row[0]: row[1] for row in report.table("bytes").rows}
     assert bytes_sent["all that was sent"] == sum(r["sent_bytes"] for r in RECORDS if r["kind"] == "step")
     assert bytes_sent["the bound 6k(P-1)/P, sparse steps"] is None
@@ -165,6 +165,18 @@ def test_whatever_stands_in_a_field_there_is_a_report(tmp_path: Path, data: st.D
         record[data.draw(st.sampled_from([key for key in record if key != "kind"]))] = data.draw(THINGS)
     report = report_of_text(tmp_path, "".join(json.dumps(record) + "\n" for record in broken))
     assert report.run.num_steps == sum(record["kind"] == "step" for record in broken)
+
+
+def test_numbers_that_nobody_measured_are_none(tmp_path: Path) -> None:
+    broken: list[Record] = json.loads(json.dumps(RECORDS))
+    for i, value in enumerate((float("nan"), float("inf"), 1e308, -1e308, 10**400, "7")):
+        broken[1 + i] |= {"sent_bytes": value, "loss": value}
+        for made in broken[1 + i].get("collectives", {}).values():
+            made["sizes"].append([10**400, 1])
+    report = report_of(write_run(tmp_path, broken))
+    known = [record["sent_bytes"] for record in broken[7:] if record["kind"] == "step"]
+    assert report.table("bytes").rows[-3][1] == sum(known)
+    assert report.table("phases").rows
 
 
 def test_a_reader_takes_what_is_added(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import MismatchError, PeerError
 from oktopk.report.read import read_records
-from oktopk.report.run import SPLIT
+from oktopk.report.report import make_report
+from oktopk.report.run import SPLIT, load_run
+from oktopk.report.summary import summary_of
 from oktopk.train import checkpoint, loop
 from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.data.manifest import read_manifest
@@ -97,6 +99,18 @@ def test_every_rank_has_its_figures_and_rank_0s_are_those_of_the_step(mixed: End
         assert (step["residual_norm"] is not None) == (
             step["phase"] == "sparse" and step["step"] % loop.RESIDUAL_EVERY == 0
         )
+
+
+def test_the_report_of_a_run_has_every_chart_and_table(mixed: Ended) -> None:
+    made = make_report([load_run(mixed.folder)]).runs[0]
+    assert made.notes == []
+    charts = {chart.name for section in made.charts.values() for chart in section}
+    assert charts == {
+        "loss", "errors", "norms", "sparsity", "ratio", "selected", "thresholds", "bytes", "messages", "split",
+        "phases", "communication", "ranks", "owners",
+    }  # fmt: skip
+    assert all(table.rows for table in made.tables)
+    assert summary_of(made.run) == mixed.results[0]
 
 
 def test_a_run_that_ends_says_so_last(mixed: Ended) -> None:

@@ -51,6 +51,7 @@ class Chart:
     log           whether y is logarithmic; then the reader may choose
     from_zero     whether y begins at zero, if it is not logarithmic
     marks         steps at which something happened: a line across
+    labels        names of the places of bars, and `x_title` what they are
     zoom          (name, highest y): a closer look that the reader can choose
     definition    the heading in docs/accounting.md that defines what is shown
     """
@@ -68,6 +69,7 @@ class Chart:
     marks: Sequence[tuple[Mapping[str, float], str]] = ()
     zoom: tuple[str, float] | None = None
     labels: Sequence[str] = ()
+    x_title: str = ""
     definition: str = "Measured figures"
 
     @property
@@ -272,6 +274,7 @@ def _messages(run: Run) -> Chart:
     return Chart(
         "messages", "Message sizes", "Messages that rank 0 sent, by collective; a bar is a power of two.",
         "messages (count)", groups, log=True, wide=True, labels=[_bin_label(i) for i in span],
+        x_title="message size (at least)",
     )  # fmt: skip
 
 
@@ -349,7 +352,7 @@ def _sent_by_rank(run: Run) -> Chart:
     ]
     return Chart(
         "ranks", "Bytes by rank", "All steps together, as each rank measured them.", "bytes (B)",
-        [Group({STEP: floats(ranks)}, bars)], kind="bytes", labels=[f"rank {rank}" for rank in ranks],
+        [Group({STEP: floats(ranks)}, bars)], kind="bytes", labels=[str(rank) for rank in ranks], x_title="rank",
     )  # fmt: skip
 
 

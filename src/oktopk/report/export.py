@@ -27,7 +27,8 @@ def prefixes(runs: Sequence[Run]) -> list[str]:
     """Return what the files of each run begin with: nothing, if there is one run."""
     if len(runs) == 1:
         return [""]
-    return ["".join(c if c.isalnum() or c in "-_." else "_" for c in run.name) + "-" for run in runs]
+    names = ["".join(c if c.isalnum() or c in "-_." else "_" for c in run.name) for run in runs]
+    return [f"{name}-" if names.count(name) == 1 else f"{name}-{i}-" for i, name in enumerate(names)]
 
 
 def _write(table: Table, path: Path) -> Path:

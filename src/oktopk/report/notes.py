@@ -10,8 +10,6 @@ from oktopk.report.read import VERSION
 from oktopk.report.run import Run
 
 SHOWN_LINES = 5
-LATER_FIELDS = {"ranks.0.seconds": "times by rank", "header_bytes": "message sizes", "nnz_by_owner": "regions"}
-"""What files had not from the first, by what the page shows of it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ def _content(run: Run) -> list[Note]:
         notes.append(Note("info", "No step was sparse: compression was not active."))
     if run.is_skipped.any():
         notes.append(Note("warning", f"{int(run.is_skipped.sum()):,} steps were skipped: a gradient was not finite."))
-    missing = [what for prefix, what in LATER_FIELDS.items() if not run.names(prefix)]
-    if run.is_sparse.any() and missing:
-        notes.append(Note("info", f"The file has no {', '.join(missing)}: an earlier version wrote it. Shown as n/a."))
+    there = {"phases of every rank": run.names("ranks.0.seconds"), "message sizes": run.messages}
+    missing = " and no ".join(what for what, found in there.items() if not found)
+    if run.num_steps and missing:
+        who = "an earlier version, or a script of one's own, wrote it"
+        notes.append(Note("info", f"The file has no {missing}: {who}. They are shown as n/a."))
     return notes

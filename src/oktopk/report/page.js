@@ -136,7 +136,7 @@
         const places = this.chart.groups[0].x[this.axis];
         const every = Math.ceil(places.length / (narrow.matches ? 7 : 14));
         const kept = Array.from(places.keys()).filter((i) => i % every === 0);
-        Object.assign(xaxis, { title: title(this.chart.labels[0].startsWith("rank") ? "rank" : "message size (at least)"), tickvals: kept.map((i) => places[i]), ticktext: kept.map((i) => this.chart.labels[i]) });
+        Object.assign(xaxis, { title: title(this.chart.xTitle), tickvals: kept.map((i) => places[i]), ticktext: kept.map((i) => this.chart.labels[i]) });
       }
       const yaxis = { ...common, title: title(this.chart.yTitle), type: this.log ? "log" : "linear" };
       if (this.chart.kind !== "number") Object.assign(yaxis, { tickformat: "~s", ticksuffix: this.suffix() });

@@ -88,6 +88,7 @@ def _columns(group: Group) -> int:
 def _encoded(chart: Chart) -> dict[str, Any]:
     return {
         "axes": {axis: AXES[axis] for axis in chart.axes},
+        "xTitle": chart.x_title,
         "yTitle": chart.y_title,
         "kind": chart.kind,
         "log": chart.log,
@@ -111,7 +112,8 @@ def _encoded(chart: Chart) -> dict[str, Any]:
 
 def packed(values: Floats) -> str:
     """Return the values as base64 of little-endian float32."""
-    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    largest = np.finfo(np.float32).max
+    return base64.b64encode(np.clip(values, -largest, largest).astype("<f4").tobytes()).decode()
 
 
 def unpacked(text: str) -> Iterable[float]:

@@ -28,6 +28,9 @@ COMMUNICATION = ("exchange", "gather", "agree", "side")
 PAIRS = ("exchange", "gather")
 """Phases whose messages are blocks of pairs, with a header each."""
 
+LARGEST = 1e60
+"""What is larger was not measured; sums of what is not stay finite."""
+
 HEADER_BYTES = HEADER_WORDS * WORD_BYTES
 ENDS = ("end", "failed")
 
@@ -99,6 +102,7 @@ class Run:
         self.last_event: str | None = None
         self._columns: dict[str, array[float]] = {}
         self._sparse = bytearray()
+        self._so_far: Record = {"seconds": 0.0, "sent_bytes": 0}
 
     @staticmethod
     def of(records: Iterable[Record], name: str = "") -> Run:
@@ -127,8 +131,7 @@ class Run:
     def _add_epoch(self, record: Record) -> None:
         figures = {name: _number(record.get(name)) for name in _EPOCH}
         places = {name: _whole(record.get(name)) for name in ("epoch", "step")}
-        so_far = {"seconds": self._seconds_so_far(), "sent_bytes": int(np.nansum(self.column("sent_bytes")))}
-        self.epochs.append({**places, **figures, **so_far})
+        self.epochs.append({**places, **figures, **self._so_far})
 
     def _add_step(self, record: Record) -> None:
         row = self.num_steps
@@ -139,6 +142,8 @@ class Run:
         for group in _BY_NAME:
             for name, value in _mapping(record.get(group)).items():
                 self._set(f"{group}.{name}", row, value)
+        self._so_far["seconds"] += math.fsum(_number(x) or 0.0 for x in _mapping(record.get("split")).values())
+        self._so_far["sent_bytes"] += int(_number(record.get("sent_bytes")) or 0)
         self._add_ranks(row, record.get("ranks"))
         for owner, count in enumerate(_sequence(record.get("nnz_by_owner"))):
             self._set(f"nnz_by_owner.{owner}", row, count)
@@ -184,9 +189,6 @@ class Run:
             column[row] += value
         else:
             self._set(name, row, value)
-
-    def _seconds_so_far(self) -> float:
-        return float(np.nansum([np.nansum(self.column(f"split.{name}")) for name in SPLIT]))
 
     def column(self, name: str) -> Floats:
         """Return a figure of every step; NaN where it is not known."""
@@ -340,7 +342,7 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def _whole(value: Any) -> int | None:
@@ -349,7 +351,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value >= 0 else 0
+    return value if isinstance(value, int) and 0 <= value <= LARGEST else 0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from oktopk.report.run import COMMUNICATION, SPLIT, SPLIT_NAMES, Floats, Run
 from oktopk.report.shown import megabytes, shown
-from oktopk.report.summary import mean, phases_of, quotient, summary_of, total, whole_total
+from oktopk.report.summary import finite, mean, phases_of, quotient, summary_of, total, whole_total
 
 TRAINING, EXCHANGE = "training", "exchange"
 """The two threads of a worker, whose times overlap."""
@@ -82,7 +82,8 @@ def settings_table(run: Run) -> Table:
         ("steps planned", run.header.get("steps")),
         *((name, config[name]) for name in names if name in config),
     ]
-    return Table("settings", "The run", "As it said when it started.", _columns(setting="text", value="text"), rows)
+    known = [(name, _plain(value)) for name, value in rows]
+    return Table("settings", "The run", "As it said when it started.", _columns(setting="text", value="text"), known)
 
 
 def phase_table(run: Run) -> Table:
@@ -266,6 +267,13 @@ def cards_of(run: Run) -> list[Card]:
         Card("dense step", per_step["dense"], "seconds", "mean, on rank 0"),
         Card("sparse step", per_step["sparse"], "seconds", none_sparse or "mean, on rank 0"),
     ]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON and people can have it."""
+    if isinstance(value, float):
+        return finite(value)
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def _after(summary: dict[str, Any]) -> str:

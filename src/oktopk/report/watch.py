@@ -26,7 +26,7 @@ RECENT = 20
 """Steps that the figures of now are means of."""
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 60
+WIDTH = 50
 LAST_EVENTS = 4
 
 
@@ -90,7 +90,11 @@ def _progress(run: Run) -> Table:
         grid.add_row(made)
         return grid
     step_s = mean(run.step_seconds[-RECENT:].tolist())
-    left = "" if step_s is None else f"about {seconds(step_s * max(0, planned - run.num_steps))} left"
+    left = (
+        ""
+        if step_s is None or run.num_steps >= planned
+        else f"about {seconds(step_s * (planned - run.num_steps))} left"
+    )
     grid.add_row(f"{made} of {planned:,}", ProgressBar(planned, min(run.num_steps, planned), width=30), left)
     return grid
 

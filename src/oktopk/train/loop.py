@@ -40,7 +40,7 @@ NEVER = 10**9
 """Dense steps of a run whose compressor is dense."""
 
 RESIDUAL_EVERY = 10
-"""Steps from one norm of the residual to the next: each is a pass over it, 10 ms at 27.6 M elements."""
+"""Steps from one norm of the residual to the next: each is a pass over it, 5 ms at 27.6 M elements."""
 
 
 @dataclass
