@@ -37,16 +37,16 @@ def num_words(wire: str, count: int) -> int:
     return -(-count // per_word) + (-(-count // GROUP) if wire == "int8" else 0)
 
 
-def write_(wire: str, words: Tensor, value: Tensor) -> None:
-    """Write the values into `words` (int32), which has room for them or more."""
+def write_(wire: str, words: Tensor, value: Tensor) -> Tensor | None:
+    """Write the values into `words` (int32), which has room for them or more; return what that loses, if anything."""
     if wire != "int8":
-        typed = words.view(WIRES[wire])
-        typed[: len(value)] = round_to(value, typed.dtype)
-        return
+        typed = words.view(WIRES[wire])[: len(value)]
+        typed.copy_(round_to(value, typed.dtype))
+        return None if is_exact(wire, value.dtype) else value - typed
     steps, scale = _quantise(value)
-    room = _num_groups(words)
     words.view(torch.float32)[: len(scale)] = scale
-    words[room:].view(torch.int8)[: len(value)] = steps
+    words[_num_groups(words) :].view(torch.int8)[: len(value)] = steps
+    return value - _scaled(steps, scale, value.dtype)
 
 
 def read(wire: str, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:

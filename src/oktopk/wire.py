@@ -66,8 +66,11 @@ class Codec:
         self.encode_into_(block, part, capacity, note)
         return block
 
-    def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> None:
-        """Write `part` and `note` into `block`; words beyond the count are left as they are."""
+    def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> Tensor | None:
+        """Write `part` and `note` into `block`; words beyond the count are left as they are.
+
+        Return what that loses of the values; None where nothing is lost.
+        """
         indices, room = self._fields(block, capacity)
         width, slots = self._width(capacity), 0
         if width == PLAIN:
@@ -75,8 +78,8 @@ class Codec:
         elif part.nnz:
             packed, slots = pack(part.index, width)
             indices.view(torch.uint8)[: len(packed)] = packed
-        values.write_(self.wire, room, part.value)
         block[:HEADER_WORDS] = torch.tensor([part.nnz, slots, note & _LOW, note >> 31], dtype=torch.int32)
+        return values.write_(self.wire, room, part.value)
 
     def decode(self, block: Tensor, dtype: torch.dtype, capacity: int | None = None) -> tuple[Sparse, int]:
         """Return what `encode` was given: the part, its values as `dtype`, and the note."""

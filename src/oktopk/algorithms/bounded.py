@@ -120,9 +120,12 @@ def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tu
     parts = wanted.between(state.cuts)
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
     fitting = [_fitting(part, capacity, state.step) for part in parts]
-    for block, part, fits in zip(blocks, parts, fitting, strict=True):
+    lost = [
         codec.encode_into_(block, fits, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
-    return blocks, torch.cat([part.index for part in fitting]), codec.rounding(*fitting)
+        for block, part, fits in zip(blocks, parts, fitting, strict=True)
+    ]
+    rounding = [each for each in lost if each is not None]
+    return blocks, torch.cat([part.index for part in fitting]), torch.cat(rounding) if rounding else None
 
 
 def _fitting(part: Sparse, capacity: int, turn: int) -> Sparse:

@@ -26,7 +26,7 @@ LINE, CHUNK = 8, 128
 A comparison is a byte, so that a line of them is one 64-bit word: zero, for most.
 """
 
-BYTE_BITS = 8
+BYTE_BITS, HALVES = 8, 12  # slots of 12 bits: two of them are three bytes
 STREAM_BYTES = 32  # a vector register's
 BINS_LOG2 = 12
 WINDOW, WORD_BITS = 4096, 64
@@ -52,7 +52,7 @@ def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> 
     index, value = np.empty(len(total) // LIKELY + LINE, np.int64), np.empty(len(total) // LIKELY + LINE, total.dtype)
     _, key, magnitude, _ = _ordered(total, total.dtype.type(reference.held_by(out.dtype, floor)))
     sums, count = np.empty(CHUNK, total.dtype), 0
-    for part, add in _aligned(total):
+    for part, add in _aligned(total, CHUNK, _add_few, _add_chunks):
         where = (addend[part], kept[part], total[part], sums, sums.view(key.dtype))
         count = int(add(*where, key, magnitude, index, value, count, part.start))
     if count < len(index) - LINE and np.isfinite(value[:count]).all():
@@ -61,11 +61,11 @@ def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> 
     return reference.first_nonfinite(out), seen, out.index_select(0, seen)
 
 
-def _aligned(array: np.ndarray[Any, Any]) -> list[tuple[slice, Any]]:
-    """Return the whole chunks from the first aligned element on, and what is before and behind; and what adds each."""
+def _aligned(array: np.ndarray[Any, Any], step: int, few: Any, many: Any) -> list[tuple[slice, Any]]:
+    """Return the whole steps from the first aligned element on, and what is before and behind; and what does each."""
     low = min(-array.ctypes.data % STREAM_BYTES // array.itemsize, len(array))
-    high = low + (len(array) - low) // CHUNK * CHUNK
-    return [(slice(0, low), _add_few), (slice(low, high), _add_chunks), (slice(high, len(array)), _add_few)]
+    high = low + (len(array) - low) // step * step
+    return [(slice(0, low), few), (slice(low, high), many), (slice(high, len(array)), few)]
 
 
 def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
@@ -125,26 +125,40 @@ def shared(held: Tensor, index: Tensor) -> Tensor:
 
 def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
     """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
-    if out.dtype not in (torch.float32, torch.float64):
+    if out.dtype not in (torch.float32, torch.float64) or not out.is_contiguous():
         reference.spread(index, value, out)  # numpy has no bfloat16
-    else:
-        _spread(index.numpy(), value.numpy(), out.numpy())
+        return
+    result, done = out.numpy(), 0
+    window = np.zeros(WINDOW, result.dtype)
+    for part, write in _aligned(result, WINDOW, _spread_few, _spread):
+        done = int(write(index.numpy(), value.numpy(), done, part.start, result[part], window))
 
 
 def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
     """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take."""
     array, marker = index.numpy(), reference.marker_of(width)
     most = len(array) + (int(array[-1]) // marker if len(array) else 0)
-    packed = np.empty(-(-most * width // BYTE_BITS) + 1, np.uint8)
-    slots = int(_pack(array, width, marker, packed))
-    return torch.from_numpy(packed[: -(-slots * width // BYTE_BITS)]), slots
+    slots = np.zeros(most + 1, np.uint16)
+    count = int(_slots_of(array, marker, slots))
+    if width == HALVES:
+        packed = np.empty(3 * (-(-count // 2)), np.uint8)
+        _join(slots, packed)
+        packed = packed[: -(-count * width // BYTE_BITS)]
+    else:
+        packed = slots[:count].astype(f"u{width // BYTE_BITS}").view(np.uint8)
+    return torch.from_numpy(packed), count
 
 
 def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
     """Return the indices that were packed into so many slots."""
+    array = packed.numpy()
+    if width == HALVES:
+        slots = np.empty(num_slots + num_slots % 2, np.uint16)
+        _split(array, slots)
+    else:
+        slots = array.view(f"u{width // BYTE_BITS}")
     index = np.empty(num_slots + 1, np.int64)
-    count = _unpack(packed.numpy(), num_slots, width, reference.marker_of(width), index)
-    return torch.from_numpy(index[:count])
+    return torch.from_numpy(index[: _indices_of(slots[:num_slots], reference.marker_of(width), index)])
 
 
 def _ordered(array: np.ndarray[Any, Any], floor: Any) -> tuple[Any, ...]:
@@ -357,52 +371,79 @@ def _shared(held: Any, index: Any, places: Any) -> Any:
 
 
 @_compiled
-def _spread(index: Any, value: Any, out: Any) -> None:
-    """Clear a window, and write into it while it is in the cache."""
-    at, end = np.uintp(0), np.uintp(len(index))
-    for start in range(0, len(out), WINDOW):
-        window = out[start : start + WINDOW]
-        window[:] = 0
-        while at < end and index[at] < start + WINDOW:
-            out[np.uintp(index[at])] = value[at]
+def _spread(index: Any, value: Any, done: Any, start: Any, out: Any, window: Any) -> Any:
+    """Fill the aligned `out`, which begins at element `start`, from pair `done` on; return the pair that comes next.
+
+    Each window is made in the nearest cache, where it is zero but for its pairs, and stored past the others.
+    """
+    at, end = np.uintp(done), np.uintp(len(index))
+    for low in range(0, len(out) - len(out) % WINDOW, WINDOW):
+        first = at
+        while at < end and index[at] < start + low + WINDOW:
+            window[np.uintp(index[at] - start - low)] = value[at]
             at += np.uintp(1)
+        for i in range(0, WINDOW, STREAM_BYTES // window.itemsize):
+            _stream(out, low + i, window, i)
+        while first < at:
+            window[np.uintp(index[first] - start - low)] = 0
+            first += np.uintp(1)
+    return at
 
 
 @_compiled
-def _pack(index: Any, width: Any, marker: Any, packed: Any) -> Any:
-    """Write each gap's slots, lowest bits first; return how many slots there are."""
-    bits, held, at, slots, last = np.uint64(0), 0, 0, 0, 0
+def _spread_few(index: Any, value: Any, done: Any, start: Any, out: Any, window: Any) -> Any:  # noqa: ARG001
+    """Do what `_spread` does, for the few elements before the first whole window and behind the last."""
+    out[:] = 0
+    while done < len(index) and index[done] < start + len(out):
+        out[index[done] - start] = value[done]
+        done += 1
+    return done
+
+
+@_compiled
+def _slots_of(index: Any, marker: Any, slots: Any) -> Any:
+    """Write each gap, in as many slots as it needs; return how many there are."""
+    count, last = np.uintp(0), 0
     for i in range(len(index)):
         gap = index[i] - last
         last = index[i]
-        while True:
-            slot = min(gap, marker)
-            bits |= np.uint64(slot) << np.uint64(held)
-            held += width
-            slots += 1
-            while held >= BYTE_BITS:
-                packed[at] = np.uint8(bits & np.uint64(255))
-                bits >>= np.uint64(BYTE_BITS)
-                at, held = at + 1, held - BYTE_BITS
-            if slot < marker:
-                break
+        while gap >= marker:
+            slots[count] = marker
+            count += np.uintp(1)
             gap -= marker
-    packed[at] = np.uint8(bits)
-    return slots
+        slots[count] = gap
+        count += np.uintp(1)
+    return count
 
 
 @_compiled
-def _unpack(packed: Any, num_slots: Any, width: Any, marker: Any, index: Any) -> Any:
+def _indices_of(slots: Any, marker: Any, index: Any) -> Any:
     """Write the index that each slot ends at, over the last one if that was none; return how many there are."""
-    bits, held, at, count, place = np.uint64(0), 0, 0, 0, 0
-    for _ in range(num_slots):
-        while held < width:
-            bits |= np.uint64(packed[at]) << np.uint64(held)
-            at, held = at + 1, held + BYTE_BITS
-        slot: Any = np.int64(bits & np.uint64(marker))
-        bits >>= np.uint64(width)
-        held -= width
-        place += slot
+    count, place = np.uintp(0), np.int64(0)
+    for i in range(len(slots)):
+        place += slots[i]
         index[count] = place
-        count += slot != marker
+        count += np.uintp(slots[i] != marker)
     return count
+
+
+@_compiled
+def _join(slots: Any, packed: Any) -> None:
+    """Make three bytes of two slots of 12 bits."""
+    for pair in range(len(packed) // 3):
+        low, high = slots[2 * pair], slots[2 * pair + 1]
+        packed[3 * pair] = low & 255
+        packed[3 * pair + 1] = low >> 8 | (high & 15) << 4
+        packed[3 * pair + 2] = high >> 4
+
+
+@_compiled
+def _split(packed: Any, slots: Any) -> None:
+    """Make two slots of three bytes; the last of them may have but two, and be one."""
+    whole = min(len(slots) // 2, len(packed) // 3)
+    for pair in range(whole):
+        first, middle, last = packed[3 * pair], packed[3 * pair + 1], packed[3 * pair + 2]
+        slots[2 * pair] = np.uint16(first) | np.uint16(middle & 15) << 8
+        slots[2 * pair + 1] = np.uint16(middle >> 4) | np.uint16(last) << 4
+    if whole < len(slots) // 2:
+        slots[2 * whole] = np.uint16(packed[3 * whole]) | np.uint16(packed[3 * whole + 1] & 15) << 8
