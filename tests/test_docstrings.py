@@ -10,9 +10,10 @@ import pytest
 
 import oktopk
 
-# Integrations are imported only beside the framework that they are for.
+# These are imported only beside the framework that they are for.
+NOT_ALONE = ("oktopk.integrations.", "oktopk.kernels.triton")
 FOUND = [found.name for found in pkgutil.walk_packages(oktopk.__path__, "oktopk.")]
-MODULES = ["oktopk", *(name for name in FOUND if not name.startswith("oktopk.integrations."))]
+MODULES = ["oktopk", *(name for name in FOUND if not name.startswith(NOT_ALONE))]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.algorithms import Algorithm, Dense, Reduced, make_algorithm
+from oktopk.algorithms import Algorithm, Dense, OkTopk, Reduced, make_algorithm
 from oktopk.algorithms.base import Verdict, look_out, reduce_if_fine, takes_segments
+from oktopk.algorithms.resident import LATE, Resident, can_stay
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
@@ -53,7 +55,7 @@ class Reducer:
     ) -> None:
         self.algorithm = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
         self.on_nonfinite = one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip"))
-        self.last: StepRecord | None = None
+        self._last: StepRecord | None = None
         self.traffic = Traffic()
         self._comm = Metered(comm)
         self._segments = None if segments is None else tuple(segments)
@@ -62,6 +64,15 @@ class Reducer:
         self._dtype: torch.dtype | None = None
         self._residual: Residual | None = None
         self._state: Any = None
+        self._resident: Resident | None = None
+        self._unheard: deque[Traffic] = deque()
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The record of the latest step; where steps stay on the device, asking for it waits for that step."""
+        while self._unheard:
+            self._hear()
+        return self._last
 
     @property
     def residual(self) -> Tensor | None:
@@ -81,6 +92,8 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on as if it had never stopped; `torch.load(weights_only=True)` reads it."""
+        if self._resident is not None:
+            self._resident.save_(self._state)
         return {
             "version": VERSION,
             "algorithm": type(self.algorithm).__name__,
@@ -101,7 +114,7 @@ class Reducer:
             state = from_plain(self._init(held.numel()), saved["state"])
             residual = Residual(held.numel(), held.dtype, held.device)
             residual.held.copy_(held)
-        self._residual, self._state, self._step = residual, state, saved["step"]
+        self._residual, self._state, self._step, self._resident = residual, state, saved["step"], None
         self._dtype = None if saved["dtype"] is None else getattr(torch, saved["dtype"])
         self._agreed = False
 
@@ -111,6 +124,8 @@ class Reducer:
         if not self._agreed:
             self._agree(flat)
         assert self._residual is not None
+        if self._resident is not None:
+            return self._all_reduce_there(flat, self._residual, self._resident, grad, out)
         with self._comm.phase("accumulate"):
             acc, verdict = self._accumulate(flat, self._residual)
         try:
@@ -142,8 +157,44 @@ class Reducer:
             wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
             self._state = self._init(flat.numel())
             self._residual = Residual(flat.numel(), wide, flat.device)
+        if isinstance(self.algorithm, OkTopk) and can_stay(self.algorithm, flat.numel(), flat.dtype, flat.device):
+            self._resident = Resident.make(self.algorithm, self._state, self._comm, flat.device)
         self._dtype, self._agreed = flat.dtype, True
         self.traffic.add_(self._comm.take())
+
+    def _all_reduce_there(
+        self, flat: Tensor, residual: Residual, resident: Resident, grad: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """Reduce without ever waiting for the device; what the step did is heard of when it is long over."""
+        while len(self._unheard) >= LATE:
+            self._hear()
+        if flat.numel() != residual.held.numel() or flat.dtype != self._dtype or flat.device != residual.held.device:
+            raise SettingError(
+                f"this reducer is for {residual.held.numel()} elements of {self._dtype} on {residual.held.device}, "
+                f"not for {flat.numel()} of {flat.dtype} on {flat.device}"
+            )
+        mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
+        resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
+        residual.commit_()
+        self._unheard.append(self._comm.take())
+        self._step += 1
+        return mean
+
+    def _hear(self) -> None:
+        """Make the record of the oldest step that the device has not told of."""
+        assert self._resident is not None
+        told, traffic = self._resident.told.popleft().wait(), self._unheard.popleft()
+        step = self._step - len(self._unheard) - 1
+        reduced = Reduced(
+            Sparse.empty(self._resident.numel, self._resident.threshold), slice(0), selected=told.selected,
+            threshold=told.threshold, global_threshold=told.kept_threshold,
+        )  # fmt: skip
+        self._last = self._make_record(reduced, traffic, step, told.nnz, skipped=bool(told.bad))
+        if told.bad and self.on_nonfinite == "raise":
+            raise NonFiniteError(
+                f"step {step}: a rank's gradient plus its residual was not finite; that step delivered zeros on all "
+                f"ranks, and the residual is as it was before it"
+            )
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
         """Return acc, and this rank's verdict on it."""
@@ -164,13 +215,16 @@ class Reducer:
         return mean
 
     def _record(self, reduced: Reduced, skipped: bool = False) -> None:
+        nnz = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.nnz
+        self._last = self._make_record(reduced, self._comm.take(), self._step, nnz, skipped)
+        self._step += 1
+
+    def _make_record(self, reduced: Reduced, traffic: Traffic, step: int, nnz: int, skipped: bool) -> StepRecord:
         dense = isinstance(reduced.sum, Tensor)
         numel = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.numel
-        nnz = numel if isinstance(reduced.sum, Tensor) else reduced.sum.nnz
-        traffic = self._comm.take()
         self.traffic.add_(traffic)
-        self.last = StepRecord(
-            step=self._step,
+        return StepRecord(
+            step=step,
             phase="dense" if dense or (skipped and isinstance(self.algorithm, Dense)) else "sparse",
             numel=numel,
             wanted=num_selected(numel, getattr(self.algorithm, "density", 1.0)),
@@ -188,7 +242,6 @@ class Reducer:
             global_threshold=reduced.global_threshold,
             skipped=skipped,
         )
-        self._step += 1
 
     def _init(self, numel: int) -> Any:
         if self._segments is None:

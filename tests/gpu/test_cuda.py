@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
+import oktopk.reducer
+from oktopk.algorithms.resident import can_stay
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 
@@ -30,10 +32,36 @@ ALGORITHMS = [
 ]
 
 
+def can_stay_anywhere(algorithm: Any, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the step would stay on a GPU: the one on the CPU that it is compared with is to be the same."""
+    del device
+    return can_stay(algorithm, numel, dtype, torch.device("cuda"))
+
+
 def reduce_steps(algorithm: oktopk.Algorithm, comm: oktopk.Comm, device: str) -> list[Tensor]:
     reducer, made = oktopk.Reducer(algorithm, comm), torch.Generator().manual_seed(comm.rank)
     grads = [(torch.randn(NUMEL, generator=made) ** 3).to(device) for _ in range(STEPS)]
     return [reducer.all_reduce(grad).cpu() for grad in grads] + [reducer.residual.cpu()]
+
+
+def check_that_nothing_waits_for_the_host() -> None:
+    """Let torch refuse every operation of a step that would wait for the GPU."""
+    if dist.get_backend() != "nccl":
+        return  # gloo brings all to the host itself
+    reducer = oktopk.Reducer(oktopk.OkTopk(density=0.01), oktopk.ProcessGroupComm())
+    grad = torch.randn(1_000_000, device="cuda:0")
+    reducer.all_reduce(grad)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(70):
+            result = reducer.all_reduce(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_allocated() <= before + 2 * result.nbytes
+    assert reducer.last is not None
+    assert reducer.last.step == 70
 
 
 def density_one_gradients(device: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -76,8 +104,10 @@ def work(rank: int, size: int, backend: str, folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     try:
+        check_that_nothing_waits_for_the_host()
         for algorithm in ALGORITHMS:
             on_gpu = reduce_steps(algorithm, oktopk.ProcessGroupComm(), "cuda:0")
+            oktopk.reducer.can_stay = can_stay_anywhere
             on_cpu = oktopk.run_local(size, lambda comm, a=algorithm: reduce_steps(a, comm, "cpu"))[rank]
             assert all(torch.equal(a, b) for a, b in zip(on_gpu, on_cpu, strict=True)), algorithm
         check_backward_waits_for_the_exchange("cuda:0")

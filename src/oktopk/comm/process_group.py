@@ -59,7 +59,7 @@ class ProcessGroupComm(Collectives):
 
     def all_to_all_even(self, blocks: Tensor) -> Tensor:
         """See `Comm`: large rows one by one, all at the same time, since gloo's collective uses half the link."""
-        if not self._is_gloo() or blocks[0].nbytes < LARGE_BYTES:
+        if not self._is_gloo() or blocks.is_cuda or blocks[0].nbytes < LARGE_BYTES:  # its send knows no GPU
             return super().all_to_all_even(blocks)
         arriving = torch.empty_like(blocks)
         arriving[self.rank] = blocks[self.rank]
