@@ -89,8 +89,10 @@ def test_all_is_delivered_at_density_one(size: int) -> None:
         assert all(not bool(rank[2][step].any()) for rank in ranks)
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("size", [1, 3])
-def test_counts_and_traffic_stay_in_their_bounds(size: int) -> None:
+def test_counts_and_traffic_stay_in_their_bounds(size: int, alike: bool) -> None:
+    """Whether gradients are new at every step or resemble each other, so that residuals pile up below the threshold."""
     numel, density = 50_000, 0.02
     k = int(numel * density)
     capacity = math.ceil(1.25 * k / size)
@@ -98,7 +100,8 @@ def test_counts_and_traffic_stay_in_their_bounds(size: int) -> None:
     def work(comm: oktopk.Comm) -> list[tuple[int, int, int]]:
         reducer, seen = oktopk.Reducer(oktopk.OkTopk(density=density), comm), []
         for step in range(60):
-            reducer.all_reduce(heavy_tailed(comm.rank, step, numel))
+            same = 3 * heavy_tailed(comm.rank, 999, numel) if alike else 0
+            reducer.all_reduce(heavy_tailed(comm.rank, step, numel) + same)
             assert reducer.last is not None
             seen.append((reducer.last.selected, reducer.last.nnz, reducer.last.sent_bytes))
         return seen

@@ -88,7 +88,7 @@ def test_find_of_awkward_numbers(fast: ModuleType) -> None:
         fast.find_in(held, threshold_of(threshold), one)
         blocks.find_in(held, threshold_of(threshold), other)
         assert_same(one, other)
-        assert int(one.totals[:, 2].sum()) == 3 * 300
+        assert int(one.totals[:, 1].sum()) == 3 * 300
 
 
 def test_find_in_a_part(fast: ModuleType) -> None:
@@ -131,13 +131,3 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
     assert torch.equal(results[0][1], results[1][1])
     if bad:
         assert torch.equal(results[0][1], held)
-
-
-def test_next_threshold(fast: ModuleType) -> None:
-    for count, wider in ((1000, 800), (0, 0), (5, 5), (10**6, 9 * 10**5), (900, 100)):
-        totals = torch.zeros(Found.LANES, 3, dtype=torch.int32, device=DEVICE)
-        totals[3, :2] = torch.tensor([count, wider])
-        ours, theirs = threshold_of(2.0), threshold_of(2.0)
-        fast.next_threshold(ours, totals, 1000)
-        blocks.next_threshold(theirs, totals, 1000)
-        assert torch.equal(ours, theirs)

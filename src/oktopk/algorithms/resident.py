@@ -1,13 +1,13 @@
 """One step of bounded Ok-Topk that never leaves the device: no count, threshold or verdict is asked for by the host.
 
-The steps are those of `bounded.py`, with two differences. A threshold is not measured on the vector at hand but moved
-from step to step by what it let through; and the owner keeps what reaches a threshold of its own, which aims at its
-share, instead of exactly its share. What does not fit waits in the residual, as it does there.
+The steps are those of `bounded.py`; only, what is kept is told by thresholds, so that ties of the last element are kept
+with it as far as there is room. What does not fit waits in the residual, as it does there.
 
+    0  aim        the threshold, from a sample of residual + gradient
     1  find       acc = residual + gradient; what reaches the threshold, tile by tile           one pass
     2  send       into a block for each owner: at most c = ceil(slack k/P) pairs
     3  exchange   all_to_all
-    4  own        the owner sums in rank order and keeps what reaches its threshold, at most c
+    4  own        the owner sums in rank order and keeps its share of the largest, at most c
     5  gather     all_gather
     6  deliver    the mean into the result; what was delivered out of the residual
 """
@@ -15,7 +15,6 @@ share, instead of exactly its share. What does not fit waits in the residual, as
 from __future__ import annotations
 
 import importlib
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -29,16 +28,12 @@ from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk import OkTopk
 from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, Found, room_for
-from oktopk.select import num_selected
+from oktopk.select import SAMPLE_HITS, num_selected
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
-AIM_EVERY = 64
-"""Steps after which the threshold is measured on a sample again, lest it follow for ever what it cannot catch."""
-
 REBALANCE_EVERY = 16
-SAMPLE = 1 << 16
 MOST_NUMEL = 1 << 31
 """Elements of a region: indices in a block are counted from its start."""
 
@@ -129,13 +124,11 @@ class Resident:
     def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
         comm, kernels = self.comm, self.kernels
-        if self.step % AIM_EVERY == 0:
-            self._aim_(grad, held)
         with comm.phase("select"):
+            self._aim_(grad, held)
             kernels.find(grad, held, acc, self.threshold, self.found)
         with comm.phase("pack"):
             kernels.send(self.found, self.cuts, self.step, self.blocks, self.capacity)
-            kernels.next_threshold(self.threshold, self.found.totals, self.wanted)
         with comm.phase("exchange"):
             arrived = comm.all_to_all_even(self.blocks)
         with comm.phase("reduce"):
@@ -150,34 +143,48 @@ class Resident:
         self.step += 1
 
     def _aim_(self, grad: Tensor, held: Tensor) -> None:
-        """Measure the threshold on a sample; the stride is odd, so that it is not a matrix's width."""
-        if not self.numel:
+        """Measure the threshold on a sample that begins elsewhere at every step; its stride is odd, as no row is long.
+
+        A threshold that is moved by what it let through has a loop, and swings where gradients resemble each other.
+        """
+        if self.wanted == self.numel:
+            self.threshold.zero_()
             return
-        stride = max(self.numel // SAMPLE, 1) | 1
-        sample = (held[::stride] + grad[::stride]).abs()
-        k = max(round(self.wanted * len(sample) / self.numel), 1)
-        aimed = sample.topk(k).values[-1:] if k < len(sample) else torch.zeros_like(self.threshold)
-        self.threshold.copy_(aimed)
-        if self.step == 0:
-            self.kept_threshold.copy_(aimed)
+        stride = max(self.wanted // SAMPLE_HITS, 1) | 1
+        start = self.step % stride
+        sample = (held[start::stride] + grad[start::stride]).abs()
+        k = min(max(round(self.wanted * len(sample) / self.numel), 1), len(sample))
+        self.threshold.copy_(sample.topk(k).values[-1:])
 
     def _own(self, arrived: Tensor, kept: Found) -> Tensor:
         """Return the block of what this rank, as an owner, keeps of what arrived."""
         kernels, rank = self.kernels, self.comm.rank
-        for block in arrived:
+        slots = torch.arange(self.capacity, device=arrived.device)
+        there = slots < arrived[:, :1]
+        index = torch.where(there, arrived[:, HEADER_WORDS : HEADER_WORDS + self.capacity], 0).long()
+        first = []  # whether a pair is the first of its index
+        for block, here, at in zip(arrived, there, index, strict=True):
+            first.append(here & (self.region[at] == 0))
             kernels.add(block, self.capacity, self.region)
+        demand = (arrived[:, 2].long() + (arrived[:, 3].long() << 31)).sum()
+        self._aim_at_share_(torch.where(torch.stack(first), self.region[index].abs(), 0), demand)
         ends = self.cuts[rank : rank + 2] - self.cuts[rank]
         kernels.find_in(self.region, self.kept_threshold, kept, ends[1:])
-        kept.totals[0, 2] += arrived[:, 1].sum()
+        kept.totals[0, 1] += arrived[:, 1].sum()
         kernels.send(kept, ends, self.step, self.mine, self.capacity)
-        kernels.next_threshold(self.kept_threshold, kept.totals, self._share())
+        self.mine[0, 2:4] = torch.stack([demand & blocks.LOW, demand >> 31])  # for all to cut fairer regions by
         for block in arrived:
             kernels.add(block, self.capacity, self.region, 0)
         return self.mine
 
-    def _share(self) -> int:
-        """Return how many pairs an owner aims to keep."""
-        return max(math.ceil(self.wanted / self.comm.size), 1)
+    def _aim_at_share_(self, size: Tensor, demand: Tensor) -> None:
+        """Make the owner's threshold the one that lets its share of these pass: what the ranks wanted of it, over P."""
+        if self.wanted == self.numel:
+            self.kept_threshold.zero_()
+            return
+        share = ((demand + self.comm.size - 1) // self.comm.size).clamp(1, self.capacity)
+        largest = size.view(-1).topk(self.capacity).values
+        self.kept_threshold.copy_(largest.gather(0, (share - 1).view(1)))  # by [], the host would ask for it
 
     def _rebalance_(self, gathered: Tensor) -> None:
         """Cut fairer regions if one was asked for more than fits: all ranks have the same `gathered`, and agree."""
@@ -189,7 +196,7 @@ class Resident:
         mass = torch.where(there, weight[:, None], 0).view(-1).cumsum(0)
         goals = mass[-1] * torch.arange(1, size, device=mass.device) // size
         fairer = index.view(-1)[torch.searchsorted(mass, goals, right=True).clamp(max=len(mass) - 1)]
-        unfair = (demand.max() > capacity) & (mass[-1] > 0)
+        unfair = (demand.max() > capacity * size) & (mass[-1] > 0)
         self.cuts[1:-1] = torch.where(unfair, fairer, self.cuts[1:-1])
 
     def _tell(self, gathered: Tensor) -> None:

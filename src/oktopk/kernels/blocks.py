@@ -11,19 +11,12 @@ indices, as far as there is room; so places in a message follow from sums over c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 TILE = 1024
 HEADER_WORDS = 4
-WIDER = 1.25
-"""Elements above so many times the threshold are counted too: both counts together tell where to put the next one."""
-
-LEAST_FALL = 1.02
-"""Of the count from one threshold to the wider one: less would be noise, and move the threshold too far."""
-
 LEAST_ROOM = 8
 """A tile has slots for at least one in so many of its elements."""
 
@@ -46,9 +39,9 @@ def room_for(density: float) -> int:
 class Found:
     """What is large in each tile: `place` in the tile and `value`, for the first `count` slots.
 
-    `totals` has one row for all of it: how many there are, how many above the wider threshold, how many NaN or Inf. It
-    is cut into lanes, which are to be summed, so that not all tiles add to the same number. `groups` has the counts
-    of so many tiles together. Both lie in `counters`.
+    `totals` has one row for all of it: how many there are, and how many NaN or Inf. It is cut into lanes, to be summed,
+    so that not all tiles add to the same number. `groups` has the counts of so many tiles together. Both lie in
+    `counters`.
     """
 
     place: Tensor
@@ -64,13 +57,13 @@ class Found:
     def make(numel: int, room: int, device: torch.device) -> Found:
         """Return room for what is found in a vector of `numel`."""
         tiles = -(-numel // TILE)
-        counters = torch.zeros(3 * Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
+        counters = torch.zeros(2 * Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
         return Found(
             torch.zeros(tiles, room, dtype=torch.int32, device=device),
             torch.zeros(tiles, room, dtype=torch.float32, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
-            counters[: 3 * Found.LANES].view(-1, 3),
-            counters[3 * Found.LANES :],
+            counters[: 2 * Found.LANES].view(-1, 2),
+            counters[2 * Found.LANES :],
             counters,
         )
 
@@ -108,8 +101,7 @@ def find_in(total: Tensor, threshold: Tensor, found: Found, length: Tensor | Non
     padded = torch.nn.functional.pad(found.count, (0, len(found.groups) * group - tiles))
     found.groups.copy_(padded.view(-1, group).sum(1))
     found.totals.zero_()
-    wider = (size >= threshold * WIDER) & hit
-    found.totals[0] = torch.stack([hit.sum(), wider.sum(), (~total.isfinite()).sum()]).int()
+    found.totals[0] = torch.stack([hit.sum(), (~total.isfinite()).sum()]).int()
 
 
 def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -> None:
@@ -137,7 +129,7 @@ def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -
     _scatter_(blocks, first, (index - cuts[region]).int())
     second = torch.where(fits, first.view_as(slot) + capacity, beyond).view(-1)
     _scatter_(blocks, second, found.value.view(torch.int32))
-    bad = found.totals[:, 2].sum().expand_as(demand)
+    bad = found.totals[:, 1].sum().expand_as(demand)
     header = torch.stack([demand.clamp(max=capacity), bad, demand & LOW, demand >> 31], 1)
     blocks[:, :HEADER_WORDS] = header.int()
 
@@ -187,19 +179,3 @@ def deliver(
     _scatter_(out, where, rounded)
     _scatter_(acc, where, kept)
     acc.copy_(torch.where(bad, held, acc))
-
-
-def next_threshold(threshold: Tensor, totals: Tensor, wanted: int) -> None:
-    """Move the threshold to where it would have let `wanted` through, as two counts at two thresholds tell.
-
-    Between them the count is taken for a power of the threshold; 2 (x - 1) / (x + 1) stands for the logarithm of x, so
-    that every machine gets the same bits. One step at most halves or doubles the threshold.
-    """
-    count, wider, _ = totals.sum(0).double()
-    ratio, fall = count / wanted, (count / wider.clamp(min=1)).clamp(min=LEAST_FALL)
-    change = (_log(ratio) * _log(WIDER) / _log(fall)).clamp(-2 / 3, 2 / 3)
-    threshold.mul_(((2 + change) / (2 - change)).float())
-
-
-def _log(x: Any) -> Any:
-    return 2 * (x - 1) / (x + 1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oktopk.kernels.blocks import HEADER_WORDS, LEAST_FALL, TILE, WIDER, Found, group_of
+from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, group_of
 
 NAME = "gpu (triton)"
 LANES = Found.LANES
@@ -43,7 +43,7 @@ def _launch_find(grad, held, acc, threshold, found, length, adds, ends):
     if tiles:
         _find[(tiles,)](
             grad, held, acc, threshold, found.place, found.value, found.count, found.totals, found.groups, length,
-            held.numel(), adds, ends, group_of(tiles), TILE, room, LANES, WIDER, num_warps=4,
+            held.numel(), adds, ends, group_of(tiles), TILE, room, LANES, num_warps=4,
         )  # fmt: skip
 
 
@@ -86,16 +86,11 @@ def deliver(
     _undo[(PROGRAMS,)](gathered, held, acc, acc.numel(), words, size, CHUNK)
 
 
-def next_threshold(threshold: Tensor, totals: Tensor, wanted: int) -> None:
-    """Move the threshold to where it would have let `wanted` through, as two counts at two thresholds tell."""
-    _next[(1,)](threshold, totals, wanted, WIDER, LEAST_FALL, LANES)
-
-
 @triton.jit
 def _find(
     grad, held, acc, threshold, place, value, count, totals, groups, length, numel,
     ADDS: tl.constexpr, ENDS: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, WIDER: tl.constexpr,
+    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     local = tl.arange(0, TILE)
@@ -124,18 +119,15 @@ def _find(
     slots = tile.to(tl.int64) * ROOM + rank
     tl.store(place + slots, local, fits)
     tl.store(value + slots, x, fits)
-    wider = (hit & (size >= limit * WIDER)).to(tl.int32)
-    both = tl.sum(hits + (wider << 16), 0)
+    found = tl.sum(hits, 0)
     largest = tl.max(size.to(tl.int32, bitcast=True), 0)
-    found, above = both & 0xFFFF, both >> 16
     tl.store(count + tile, tl.minimum(found, ROOM))
     tl.atomic_add(groups + tile // GROUP, tl.minimum(found, ROOM), sem="relaxed")
-    lane = totals + tile % LANES * 3
+    lane = totals + tile % LANES * 2
     tl.atomic_add(lane, found, sem="relaxed")
-    tl.atomic_add(lane + 1, above, sem="relaxed")
     if largest >= 0x7F800000:
         bad = tl.sum((size.to(tl.int32, bitcast=True) >= 0x7F800000).to(tl.int32), 0)
-        tl.atomic_add(lane + 2, bad, sem="relaxed")
+        tl.atomic_add(lane + 1, bad, sem="relaxed")
 
 
 @triton.jit
@@ -184,7 +176,7 @@ def _measure(
     tl.store(row + 2 * (SIZE + 1), wrapped)
     block = blocks + region.to(tl.int64) * words
     tl.store(block, tl.minimum(demand, capacity).to(tl.int32))
-    tl.store(block + 1, tl.sum(tl.load(totals + tl.arange(0, LANES) * 3 + 2), 0))
+    tl.store(block + 1, tl.sum(tl.load(totals + tl.arange(0, LANES) * 2 + 1), 0))
     tl.store(block + 2, (demand & 0x7FFFFFFF).to(tl.int32))
     tl.store(block + 3, (demand >> 31).to(tl.int32))
 
@@ -287,21 +279,3 @@ def _undo(gathered, held, acc, numel, words, SIZE: tl.constexpr, CHUNK: tl.const
             at = start + tl.arange(0, CHUNK)
             tl.store(acc + at, tl.load(held + at, at < numel, other=0.0), at < numel)
             start += tl.num_programs(0).to(tl.int64) * CHUNK
-
-
-@triton.jit
-def _log(x):
-    return 2 * (x - 1) / (x + 1)
-
-
-@triton.jit
-def _next(threshold, totals, wanted, WIDER: tl.constexpr, LEAST_FALL: tl.constexpr, LANES: tl.constexpr):
-    lane = tl.arange(0, LANES) * 3
-    count = tl.sum(tl.load(totals + lane), 0).to(tl.float64)
-    wider = tl.sum(tl.load(totals + lane + 1), 0).to(tl.float64)
-    one = tl.full((), 1.0, tl.float64)
-    fall = tl.maximum(count / tl.maximum(wider, one), one * LEAST_FALL)
-    change = _log(count / (one * wanted)) * _log(one * WIDER) / _log(fall)
-    most = one * 2 / 3
-    change = tl.minimum(tl.maximum(change, -most), most)
-    tl.store(threshold, tl.load(threshold) * ((2 + change) / (2 - change)).to(tl.float32))
