@@ -143,7 +143,7 @@ class Resident:
         self.step += 1
 
     def _aim_(self, grad: Tensor, held: Tensor) -> None:
-        """Measure the threshold on a sample that begins elsewhere at every step; its stride is odd, unlike most rows' length.
+        """Measure the threshold on a sample, which begins elsewhere at every step; its stride is odd, unlike most rows.
 
         A threshold that is moved by what it let through has a loop, and swings where gradients resemble each other.
         """
