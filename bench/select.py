@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from oktopk.algorithms.bounded import room
+from oktopk.bench.gradients import heavy_tailed
 from oktopk.kernels.blocks import HEADER_WORDS, Found, room_for
 from oktopk.partition import even_cuts
 from oktopk.select import num_selected
@@ -47,12 +48,6 @@ def seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1e3
 
 
-def gradient(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return a gradient of which few elements carry most."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(numel, generator=generator, device="cuda").pow_(3).to(dtype)
-
-
 def kth_largest(acc: Tensor, k: int) -> Tensor:
     """Return a threshold that about k elements reach, from a sample."""
     sample = acc[:: max(len(acc) // 1_000_000, 1)].abs()
@@ -63,7 +58,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     """Return the times of one size, density and dtype."""
     from oktopk.kernels import triton as kernels
 
-    grad, held = gradient(numel, dtype, 1), gradient(numel, torch.float32, 2)
+    grad, held = heavy_tailed(numel, 1, "cuda").to(dtype), heavy_tailed(numel, 2, "cuda")
     acc = torch.empty_like(held)
     k = num_selected(numel, density)
     capacity = room(k, 1.25, SIZE)

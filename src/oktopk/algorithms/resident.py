@@ -50,7 +50,6 @@ class Told:
     bad: int
     threshold: float
     kept_threshold: float
-    nnz_by_owner: tuple[int, ...]
 
 
 @dataclass
@@ -72,7 +71,6 @@ class _Telling:
             bad=int(heads[1, :, 1].sum()),
             threshold=float(thresholds[0]),
             kept_threshold=float(thresholds[1]),
-            nnz_by_owner=tuple(heads[1, :, 0].tolist()),
         )
 
 
@@ -166,11 +164,11 @@ class Resident:
         for block, here, at in zip(arrived, there, index, strict=True):
             first.append(here & (self.region[at] == 0))
             kernels.add(block, self.capacity, self.region)
-        demand = (arrived[:, 2].long() + (arrived[:, 3].long() << 31)).sum()
+        demand = _demands(arrived).sum()
         self._aim_at_share_(torch.where(torch.stack(first), self.region[index].abs(), 0), demand)
         ends = self.cuts[rank : rank + 2] - self.cuts[rank]
         kernels.find_in(self.region, self.kept_threshold, kept, ends[1:])
-        kept.totals[0, 1] += arrived[:, 1].sum()
+        kept.bad[0] += arrived[:, 1].sum()
         kernels.send(kept, ends, self.step, self.mine, self.capacity)
         self.mine[0, 2:4] = torch.stack([demand & blocks.LOW, demand >> 31])  # for all to cut fairer regions by
         for block in arrived:
@@ -191,7 +189,7 @@ class Resident:
         size, capacity = self.comm.size, self.capacity
         there = torch.arange(capacity, device=gathered.device) < gathered[:, :1]
         index = gathered[:, HEADER_WORDS : HEADER_WORDS + capacity] + self.cuts[:-1, None]
-        demand = gathered[:, 2].long() + (gathered[:, 3].long() << 31)
+        demand = _demands(gathered)
         weight = (demand << 16) // gathered[:, 0].clamp(min=1)
         mass = torch.where(there, weight[:, None], 0).view(-1).cumsum(0)
         goals = mass[-1] * torch.arange(1, size, device=mass.device) // size
@@ -223,6 +221,11 @@ def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.de
     if device.type != "cuda" or dtype == torch.float64 or numel >= MOST_NUMEL or not _has_triton():
         return False
     return algorithm.mode == "bounded" and algorithm.wire == "fp32" and algorithm.ranking == "magnitude"
+
+
+def _demands(heads: Tensor) -> Tensor:
+    """Return how many pairs each block's sender wanted to send."""
+    return heads[:, 2].long() + (heads[:, 3].long() << 31)
 
 
 def _kernels_on(device: torch.device) -> Any:

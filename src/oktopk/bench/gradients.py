@@ -15,6 +15,6 @@ def make_pool(numel: int) -> list[Tensor]:
     return [heavy_tailed(numel, seed=100 * dist.get_rank() + i) for i in range(POOL)]
 
 
-def heavy_tailed(numel: int, seed: int) -> Tensor:
+def heavy_tailed(numel: int, seed: int, device: str = "cpu") -> Tensor:
     """Return a gradient of which few elements carry most."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).pow_(3)
+    return torch.randn(numel, generator=torch.Generator(device).manual_seed(seed), device=device).pow_(3)

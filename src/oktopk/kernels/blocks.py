@@ -39,15 +39,14 @@ def room_for(density: float) -> int:
 class Found:
     """What is large in each tile: `place` in the tile and `value`, for the first `count` slots.
 
-    `totals` has one row for all of it: how many there are, and how many NaN or Inf. It is cut into lanes, to be summed,
-    so that not all tiles add to the same number. `groups` has the counts of so many tiles together. Both lie in
-    `counters`.
+    `bad` is how many NaN or Inf there are, cut into lanes, to be summed, so that not all tiles add to the same number.
+    `groups` has the counts of so many tiles together. Both lie in `counters`.
     """
 
     place: Tensor
     value: Tensor
     count: Tensor
-    totals: Tensor
+    bad: Tensor
     groups: Tensor
     counters: Tensor
 
@@ -57,13 +56,13 @@ class Found:
     def make(numel: int, room: int, device: torch.device) -> Found:
         """Return room for what is found in a vector of `numel`."""
         tiles = -(-numel // TILE)
-        counters = torch.zeros(2 * Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
+        counters = torch.zeros(Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
         return Found(
             torch.zeros(tiles, room, dtype=torch.int32, device=device),
             torch.zeros(tiles, room, dtype=torch.float32, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
-            counters[: 2 * Found.LANES].view(-1, 2),
-            counters[2 * Found.LANES :],
+            counters[: Found.LANES],
+            counters[Found.LANES :],
             counters,
         )
 
@@ -100,8 +99,8 @@ def find_in(total: Tensor, threshold: Tensor, found: Found, length: Tensor | Non
     group = group_of(tiles)
     padded = torch.nn.functional.pad(found.count, (0, len(found.groups) * group - tiles))
     found.groups.copy_(padded.view(-1, group).sum(1))
-    found.totals.zero_()
-    found.totals[0] = torch.stack([hit.sum(), (~total.isfinite()).sum()]).int()
+    found.bad.zero_()
+    found.bad[0] = (~total.isfinite()).sum()
 
 
 def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -> None:
@@ -129,7 +128,7 @@ def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -
     _scatter_(blocks, first, (index - cuts[region]).int())
     second = torch.where(fits, first.view_as(slot) + capacity, beyond).view(-1)
     _scatter_(blocks, second, found.value.view(torch.int32))
-    bad = found.totals[:, 1].sum().expand_as(demand)
+    bad = found.bad.sum().expand_as(demand)
     header = torch.stack([demand.clamp(max=capacity), bad, demand & LOW, demand >> 31], 1)
     blocks[:, :HEADER_WORDS] = header.int()
 

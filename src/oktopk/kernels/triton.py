@@ -42,7 +42,7 @@ def _launch_find(grad, held, acc, threshold, found, length, adds, ends):
     found.counters.zero_()
     if tiles:
         _find[(tiles,)](
-            grad, held, acc, threshold, found.place, found.value, found.count, found.totals, found.groups, length,
+            grad, held, acc, threshold, found.place, found.value, found.count, found.bad, found.groups, length,
             held.numel(), adds, ends, group_of(tiles), TILE, room, LANES, num_warps=4,
         )  # fmt: skip
 
@@ -54,7 +54,7 @@ def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -
     group = group_of(tiles)
     plan = torch.empty(3, size + 1, dtype=torch.int64, device=cuts.device)
     _measure[(size,)](
-        found.place, found.count, found.groups, cuts, found.totals, plan, blocks, words, capacity, turn, tiles,
+        found.place, found.count, found.groups, cuts, found.bad, plan, blocks, words, capacity, turn, tiles,
         size, group, TILE, room, LANES, num_warps=4,
     )  # fmt: skip
     if tiles:
@@ -88,7 +88,7 @@ def deliver(
 
 @triton.jit
 def _find(
-    grad, held, acc, threshold, place, value, count, totals, groups, length, numel,
+    grad, held, acc, threshold, place, value, count, bad, groups, length, numel,
     ADDS: tl.constexpr, ENDS: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -123,11 +123,9 @@ def _find(
     largest = tl.max(size.to(tl.int32, bitcast=True), 0)
     tl.store(count + tile, tl.minimum(found, ROOM))
     tl.atomic_add(groups + tile // GROUP, tl.minimum(found, ROOM), sem="relaxed")
-    lane = totals + tile % LANES * 2
-    tl.atomic_add(lane, found, sem="relaxed")
     if largest >= 0x7F800000:
-        bad = tl.sum((size.to(tl.int32, bitcast=True) >= 0x7F800000).to(tl.int32), 0)
-        tl.atomic_add(lane + 1, bad, sem="relaxed")
+        infinite = tl.sum((size.to(tl.int32, bitcast=True) >= 0x7F800000).to(tl.int32), 0)
+        tl.atomic_add(bad + tile % LANES, infinite, sem="relaxed")
 
 
 @triton.jit
@@ -160,7 +158,7 @@ def _before(place, count, groups, cut, tiles, GROUP: tl.constexpr, TILE: tl.cons
 
 @triton.jit(do_not_specialize=["turn"])
 def _measure(
-    place, count, groups, cuts, totals, plan, blocks, words, capacity, turn, tiles,
+    place, count, groups, cuts, bad, plan, blocks, words, capacity, turn, tiles,
     SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Plan for each region where it begins among what was found, and which part of it fits; write its block's head."""
@@ -176,7 +174,7 @@ def _measure(
     tl.store(row + 2 * (SIZE + 1), wrapped)
     block = blocks + region.to(tl.int64) * words
     tl.store(block, tl.minimum(demand, capacity).to(tl.int32))
-    tl.store(block + 1, tl.sum(tl.load(totals + tl.arange(0, LANES) * 2 + 1), 0))
+    tl.store(block + 1, tl.sum(tl.load(bad + tl.arange(0, LANES)), 0))
     tl.store(block + 2, (demand & 0x7FFFFFFF).to(tl.int32))
     tl.store(block + 3, (demand >> 31).to(tl.int32))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -62,13 +63,11 @@ def follow(path: Path, out: Console, every_s: float = EVERY_S, once: bool = Fals
     if once:
         out.print(view(watched.look()))
         return watched.run
-    with Live(view(watched.look()), console=out, refresh_per_second=4) as live:
-        try:
-            while watched.run.last_event not in ENDS:
-                time.sleep(every_s)
-                live.update(view(watched.look()))
-        except KeyboardInterrupt:
-            pass
+    looking = Live(view(watched.look()), console=out, refresh_per_second=4)
+    with looking as live, suppress(KeyboardInterrupt):  # which is how its reader says so
+        while watched.run.last_event not in ENDS:
+            time.sleep(every_s)
+            live.update(view(watched.look()))
     return watched.run
 
 
