@@ -193,7 +193,7 @@ def _spans(setting: Setting, layout: Layout) -> list[tuple[int, int]]:
 def _init(algorithm: Algorithm, part: _Part, layout: Layout, comm: Comm) -> Any:
     numel = part.high - part.low
     if takes_segments(algorithm) and numel == layout.large:
-        return algorithm.init(numel, comm, segments=layout.lengths)  # type: ignore[call-arg]
+        return algorithm.init(numel, comm, segments=layout.groups("row"))  # type: ignore[call-arg]
     return algorithm.init(numel, comm)
 
 

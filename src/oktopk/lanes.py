@@ -41,10 +41,11 @@ FIRST_LANE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's place: its name and length."""
+    """A parameter's place: its name and length, and that of its rows, which are ranked by a scale of their own."""
 
     name: str
     numel: int
+    row: int
 
 
 class Lane:
@@ -317,9 +318,8 @@ class Lane:
             return
         extra = {}
         if takes_segments(algorithm):
-            extra["segments"] = [
-                span.stop - span.start for span in self._spans.values() if span.start < self._num_sparse
-            ]
+            sparse = [piece for piece in self._pieces if self._spans[piece.name].start < self._num_sparse]
+            extra["segments"] = [piece.row for piece in sparse for _ in range(piece.numel // piece.row)]
         self.state, self._state_of = algorithm.init(self._num_sparse, comm, **extra), kind
 
     def _velocity(self) -> Residual:
@@ -347,7 +347,8 @@ def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list
     for name, parameter in reversed(parameters):
         kind = (parameter.dtype, parameter.device)
         pieces = open_lanes.setdefault(kind, [])
-        pieces.append(Piece(name, parameter.numel()))
+        row = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else parameter.numel()
+        pieces.append(Piece(name, parameter.numel(), max(row, 1)))
         if sum(piece.numel for piece in pieces) * parameter.element_size() >= limit:
             lanes.append(Lane(open_lanes.pop(kind), *kind))
             limit = cap_bytes

@@ -34,7 +34,7 @@ class Reducer:
 
     algorithm       an algorithm, or the name of one
     comm            a `Comm`: `ProcessGroupComm`, or what `run_local` hands out
-    segments        lengths of the parameter tensors that the gradient is made of, for `ranking="scaled"`
+    segments        lengths of the rows (or tensors) that the gradient is made of, for `ranking="scaled"`
     on_nonfinite    "raise": a NaN or Inf on any rank is an error on all; "skip": such a step delivers zeros
     In both cases the residual stays as it was.
 

@@ -6,12 +6,13 @@ than the last step's threshold. Where the guess was wrong (too little was seen, 
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from oktopk.kernels import kernels_for
@@ -25,8 +26,8 @@ class Seen:
     whole that is not; what lies beyond the last bound is not looked at.
     """
 
-    bounds: Sequence[int]
-    floors: Sequence[float]
+    bounds: Sequence[int] | NDArray[np.int64]
+    floors: Sequence[float] | NDArray[np.float64]
     numel: int = 0
     _starts: list[int] = field(default_factory=list)
     _index: list[Tensor] = field(default_factory=list)
@@ -34,20 +35,22 @@ class Seen:
 
     def accumulate_(self, grad: Tensor, held: Tensor, acc: Tensor, start: int) -> int:
         """Write held + grad into `acc`, whose first element is number `start`; return as the kernel does."""
+        edges, floors = self._segments(start, start + len(acc))
+        end = int(edges[-1]) if len(floors) else 0
         first_bad = -1
-        for low, high, floor in self._segments(start, start + len(acc)):
-            part = slice(low - start, high - start)
-            kernels = kernels_for(acc[part])
-            if floor is None:
-                bad = kernels.accumulate(grad[part], held[part], acc[part])
-            else:
-                bad, index, value = kernels.accumulate_seeing(grad[part], held[part], acc[part], floor)
-                self._starts.append(low)
-                self._index.append(index + low if low else index)
-                self._value.append(value)
-                self.numel += high - low
+        if len(floors):
+            looked = slice(0, end)
+            kernels = kernels_for(acc[looked])
+            first_bad, index, value = kernels.accumulate_seeing(grad[looked], held[looked], acc[looked], edges, floors)
+            self._starts.append(start)
+            self._index.append(index + start if start else index)
+            self._value.append(value)
+            self.numel += end
+        if end < len(acc):
+            rest = slice(end, None)
+            bad = kernels_for(acc[rest]).accumulate(grad[rest], held[rest], acc[rest])
             if bad >= 0 > first_bad:
-                first_bad = bad + low - start
+                first_bad = bad + end
         return first_bad
 
     def all_of(self, numel: int) -> tuple[Tensor, Tensor] | None:
@@ -60,12 +63,12 @@ class Seen:
             else (torch.cat(self._index), torch.cat(self._value))
         )
 
-    def _segments(self, start: int, stop: int) -> list[tuple[int, int, float | None]]:
-        """Return the parts of start..stop that have one floor each, and that floor; None beyond the last bound."""
-        inner = [bound for bound in self.bounds if start < bound < stop]
-        edges = [start, *dict.fromkeys(inner), stop]
-        return [(low, high, self._floor(low)) for low, high in itertools.pairwise(edges)]
-
-    def _floor(self, at: int) -> float | None:
-        segment = bisect_right(self.bounds, at) - 1
-        return self.floors[segment] if segment < len(self.floors) else None
+    def _segments(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the edges of the segments in start..stop, counted from there, and the floor of each."""
+        bounds = np.asarray(self.bounds, np.int64)
+        stop = min(stop, int(bounds[-1]))
+        if start >= stop:
+            return np.zeros(1, np.int64), np.zeros(0)
+        first, last = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, stop, "left")
+        edges = np.clip(bounds[first : last + 1], start, stop) - start
+        return edges, np.asarray(self.floors)[first:last]

@@ -7,14 +7,15 @@ never an index; elements that equal it are chosen, zeros never are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from oktopk.errors import InputError
@@ -71,9 +72,7 @@ class Ranking:
 
     def mean_squares(self, acc: Tensor) -> Tensor:
         """Return the mean of acc**2 over each segment, 0 for an empty one."""
-        edges = self.bounds.tolist()
-        pieces = [acc[low:high].double() for low, high in itertools.pairwise(edges)]
-        return torch.stack([piece.dot(piece) / max(len(piece), 1) for piece in pieces]).cpu()
+        return kernels_for(acc).mean_squares(acc, self.bounds.numpy())
 
     def rescale_(self, mean_squares: Tensor) -> None:
         """Make each scale its segment's rms; a silent one gets the whole vector's, or it would flood when it wakes."""
@@ -83,29 +82,28 @@ class Ranking:
         self.scale = torch.where(scale > 0, scale, math.sqrt(whole) or 1.0)
 
     def score(self, value: Tensor, index: Tensor) -> Tensor:
-        """Return how large each `value` is, given where it stands."""
+        """Return how large each `value` is, given where it stands; `index` is sorted."""
         if self.is_magnitude:
             return value.abs()
         if len(self.scale) == 1:
             return value.abs() / float(self.scale[0])
-        segment = torch.bucketize(index, self.bounds[1:].to(index.device), right=True)
-        return value.abs() / self.scale.to(value)[segment]
+        counts = torch.searchsorted(index, self.bounds.to(index.device)).diff()
+        return value.abs() / self.scale.to(value).repeat_interleave(counts)
 
     @property
     def is_magnitude(self) -> bool:
         """Whether a score is just a magnitude."""
         return len(self.scale) == 1 and bool(self.scale[0] == 1)
 
-    def thresholds(self, threshold: float) -> list[float]:
+    def thresholds(self, threshold: float) -> NDArray[np.float64]:
         """Return the magnitude that `threshold` means in each segment."""
-        if self.is_magnitude:
-            return [threshold]
-        return [float(t) for t in (self.scale * threshold * ROUNDING).tolist()]
+        means: NDArray[np.float64] = (self.scale * threshold * (1 if self.is_magnitude else ROUNDING)).numpy()
+        return means
 
 
 def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
     """Return the sorted indices of the elements that reach the threshold."""
-    return kernels_for(acc).at_least(acc, ranking.bounds.tolist(), ranking.thresholds(threshold))
+    return kernels_for(acc).at_least(acc, ranking.bounds.numpy(), ranking.thresholds(threshold))
 
 
 def at_most(index: Tensor, limit: int, turn: int) -> Tensor:
@@ -191,7 +189,7 @@ def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float
     size = SAMPLE_HITS * numel // max(k, 1)
     if size >= numel or k >= numel:
         return exact_threshold(acc, k, ranking)
-    places = torch.randint(numel, (size,), generator=torch.Generator().manual_seed(seed)).to(acc.device)
+    places = torch.randint(numel, (size,), generator=torch.Generator().manual_seed(seed)).sort().values.to(acc.device)
     return kth_largest(ranking.score(acc[places], places), round(size * k / numel))
 
 

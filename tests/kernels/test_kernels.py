@@ -122,6 +122,27 @@ def test_accumulate_scales_and_decays(fast: Kernels, scale: float, decay: float,
     assert torch.allclose(ours.double(), decay * held.double() + scale * grad.double(), atol=1e-5)
 
 
+@pytest.mark.parametrize("row", [1, 7, 130, 1000])
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_rows_have_floors_of_their_own(fast: Kernels, dtype: torch.dtype, row: int) -> None:
+    """However short they are, and wherever the vector begins in memory."""
+    for first in range(3):
+        held, grad = random(20_003, dtype, seed=1)[first:], random(20_003, dtype, seed=2)[first:]
+        numel = len(held)
+        bounds = [0, *range(row, numel, row), numel]
+        floors = [1 + i % 5 / 2 for i in range(len(bounds) - 1)]
+        ours, theirs = torch.empty(20_003, dtype=dtype)[first:], torch.empty_like(held)
+        found, wanted = (
+            k.accumulate_seeing(grad, held, o, bounds, floors) for k, o in ((fast, ours), (reference, theirs))
+        )
+        assert found[0] == wanted[0]
+        assert torch.equal(found[1], wanted[1])
+        assert same_bits(found[2], wanted[2])
+        assert same_bits(ours, theirs)
+        assert torch.equal(fast.at_least(ours, bounds, floors), wanted[1])
+        torch.testing.assert_close(fast.mean_squares(ours, bounds), reference.mean_squares(ours, bounds))
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("at", [[0], [PIECE - 1], [PIECE], [PIECE + 9], [2 * PIECE + 2], [PIECE + 1, 3], [5, PIECE]])
 def test_accumulate_finds_the_first_that_is_not_finite(fast: Kernels, at: list[int], poison: float) -> None:
@@ -159,8 +180,8 @@ def test_accumulate_seeing_is_the_references(fast: Kernels, numel: int, dtype: t
     for narrow in NARROW[dtype]:
         grad = random(numel, narrow, seed=2)
         ours, theirs = torch.empty_like(held), torch.empty_like(held)
-        bad, index, value = fast.accumulate_seeing(grad, held, ours, floor)
-        wanted = reference.accumulate_seeing(grad, held, theirs, floor)
+        bad, index, value = fast.accumulate_seeing(grad, held, ours, [0, numel], [floor])
+        wanted = reference.accumulate_seeing(grad, held, theirs, [0, numel], [floor])
         assert bad == wanted[0] == -1
         assert same_bits(ours, theirs)
         assert torch.equal(index, wanted[1])
@@ -172,7 +193,7 @@ def test_accumulate_seeing_is_the_references(fast: Kernels, numel: int, dtype: t
 def test_accumulate_seeing_finds_the_first_that_is_not_finite(fast: Kernels, at: int, poison: float) -> None:
     grad = random(1003, torch.float32)
     grad[at] = poison
-    assert fast.accumulate_seeing(grad, torch.zeros(1003), torch.empty(1003), 3.0)[0] == at
+    assert fast.accumulate_seeing(grad, torch.zeros(1003), torch.empty(1003), [0, 1003], [3.0])[0] == at
 
 
 # ---- divide_

@@ -97,7 +97,7 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale
 
 def look_out(state: OkTopkState) -> Seen | None:
     """Return where to note what the next acc has above the floor."""
-    return Seen(state.ranking.bounds.tolist(), state.ranking.thresholds(state.floor)) if state.floor else None
+    return Seen(state.ranking.bounds.numpy(), state.ranking.thresholds(state.floor)) if state.floor else None
 
 
 def _among_seen(seen: Seen, state: OkTopkState, k: int) -> Sparse | None:

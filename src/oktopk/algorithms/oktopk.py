@@ -33,7 +33,7 @@ class OkTopk:
 
     density             the part of the elements that a step delivers, in (0, 1]
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
-    ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (parameter tensor)
+    ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (a row of a matrix)
     wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')

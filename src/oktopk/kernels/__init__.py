@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from oktopk.kernels import cpu, reference
+from oktopk.kernels.reference import Ends, Floors
 
 WORTH_COMPILING = 1 << 14
 """Elements below which numpy is as good, and numba's second of start-up is not worth its while."""
@@ -24,11 +25,19 @@ class Kernels(Protocol):
     def accumulate(self, grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
         """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
 
-    def accumulate_seeing(self, grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
-        """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+    def accumulate_seeing(
+        self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
+    ) -> tuple[int, Tensor, Tensor]:
+        """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what.
 
-    def at_least(self, acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
+        Segment s is out[bounds[s]:bounds[s + 1]]; there may be tens of thousands.
+        """
+
+    def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
+
+    def mean_squares(self, acc: Tensor, bounds: Ends) -> Tensor:
+        """Return the mean of acc**2 over each segment, in float64 on the CPU, 0 for an empty one."""
 
     def kth_largest(self, score: Tensor, k: int) -> float:
         """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from oktopk.kernels import reference
+from oktopk.kernels.reference import Ends, Floors
 
 NAME = "cpu (numba)"
 LINE, CHUNK = 8, 128
@@ -44,43 +45,39 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return -1 if finite else reference.first_nonfinite(out)
 
 
-def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
-    """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
-    if grad.dtype != out.dtype:
-        return reference.accumulate_seeing(grad, held, out, floor)
-    addend, kept, total = grad.numpy(), held.numpy(), out.numpy()
+def accumulate_seeing(
+    grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
+) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
+    if grad.dtype != out.dtype or not (grad.is_contiguous() and held.is_contiguous() and out.is_contiguous()):
+        return reference.accumulate_seeing(grad, held, out, bounds, floors)
+    total = out.numpy()
     index, value = np.empty(len(total) // LIKELY + LINE, np.int64), np.empty(len(total) // LIKELY + LINE, total.dtype)
-    _, key, magnitude, _ = _ordered(total, total.dtype.type(reference.held_by(out.dtype, floor)))
-    sums, count = np.empty(CHUNK, total.dtype), 0
-    for part, add in _aligned(total, CHUNK, _add_few, _add_chunks):
-        where = (addend[part], kept[part], total[part], sums, sums.view(key.dtype))
-        count = int(add(*where, key, magnitude, index, value, count, part.start))
+    _, keys, magnitude, _ = _ordered(total, reference.held_by(out.dtype, floors))
+    sums = np.empty(CHUNK, total.dtype)
+    where = (grad.numpy(), held.numpy(), total, sums, sums.view(keys.dtype), _lead(total))
+    count = int(_add_seeing(*where, np.asarray(bounds, np.int64), keys, magnitude, index, value))
     if count < len(index) - LINE and np.isfinite(value[:count]).all():
         return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
-    seen = at_least(out, [0, len(total)], [floor])  # there may have been no room for all of them, or NaN among them
+    seen = at_least(out, bounds, floors)  # there may have been no room for all of them, or NaN among them
     return reference.first_nonfinite(out), seen, out.index_select(0, seen)
 
 
-def _aligned(array: np.ndarray[Any, Any], step: int, few: Any, many: Any) -> list[tuple[slice, Any]]:
-    """Return the whole steps from the first aligned element on, and what is before and behind; and what does each."""
-    low = min(-array.ctypes.data % STREAM_BYTES // array.itemsize, len(array))
-    high = low + (len(array) - low) // step * step
-    return [(slice(0, low), few), (slice(low, high), many), (slice(high, len(array)), few)]
-
-
-def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
+def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
     """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
-    array = acc.numpy()
+    array, edges = acc.numpy(), np.asarray(bounds, np.int64)
+    ordered = _ordered(array, reference.held_by(acc.dtype, thresholds))
     for room in (len(array) // LIKELY, len(array)):
-        index, count = np.empty(room + LINE, np.int64), 0
-        for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False):
-            floor = array.dtype.type(reference.held_by(acc.dtype, threshold))
-            count = int(_at_least(*_ordered(array[low:high], floor), index, count, low))
-            if count > room:
-                break
-        else:
+        index = np.empty(room + LINE, np.int64)
+        count = int(_at_least(*ordered, edges, index))
+        if count <= room:
             return torch.from_numpy(index[:count])
     raise AssertionError("there is room for every element")
+
+
+def mean_squares(acc: Tensor, bounds: Ends) -> Tensor:
+    """Return the mean of acc**2 over each segment, in float64, 0 for an empty one; summed in another order."""
+    return torch.from_numpy(_mean_squares(acc.numpy(), np.asarray(bounds, np.int64)))
 
 
 def kth_largest(score: Tensor, k: int) -> float:
@@ -128,10 +125,8 @@ def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
     if out.dtype not in (torch.float32, torch.float64) or not out.is_contiguous():
         reference.spread(index, value, out)  # numpy has no bfloat16
         return
-    result, done = out.numpy(), 0
-    window = np.zeros(WINDOW, result.dtype)
-    for part, write in _aligned(result, WINDOW, _spread_few, _spread):
-        done = int(write(index.numpy(), value.numpy(), done, part.start, result[part], window))
+    result = out.numpy()
+    _spread(index.numpy(), value.numpy(), result, np.zeros(WINDOW, result.dtype), _lead(result))
 
 
 def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
@@ -161,14 +156,19 @@ def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
     return torch.from_numpy(index[: _indices_of(slots[:num_slots], reference.marker_of(width), index)])
 
 
-def _ordered(array: np.ndarray[Any, Any], floor: Any) -> tuple[Any, ...]:
-    """Return the array and a floor as integers: without their sign bit these are in the order of the magnitudes.
+def _ordered(array: np.ndarray[Any, Any], floors: Any) -> tuple[Any, ...]:
+    """Return the array and its floors as integers: without their sign bit these are in the order of the magnitudes.
 
     And that sign bit's complement, and the integer of infinity: only a NaN is above it.
     """
     kind = np.dtype(f"u{array.dtype.itemsize}").type
     infinity = array.dtype.type(np.inf)
-    return array.view(kind), floor.view(kind), kind(np.iinfo(kind).max >> 1), infinity.view(kind)
+    return array.view(kind), floors.view(kind), kind(np.iinfo(kind).max >> 1), infinity.view(kind)
+
+
+def _lead(array: np.ndarray[Any, Any]) -> int:
+    """Return how many elements are before the first one that a vector register's worth of bytes may be stored at."""
+    return -array.ctypes.data % STREAM_BYTES // array.itemsize
 
 
 def _compiled(fn: Callable[..., Any]) -> Any:
@@ -216,20 +216,36 @@ _stream: Any = intrinsic(_past_the_cache)
 
 
 @_compiled
+def _add_seeing(
+    grad: Any, held: Any, out: Any, sums: Any, bits: Any, lead: Any, edges: Any, floors: Any, magnitude: Any,
+    index: Any, value: Any,
+) -> Any:  # fmt: skip
+    """Add, and note what reaches its segment's floor, or is a NaN; return how many do, or that there was no room."""
+    count = np.uintp(0)
+    width = STREAM_BYTES // sums.itemsize
+    for segment in range(len(floors)):
+        low, high, floor = edges[segment], edges[segment + 1], floors[segment]
+        first = min(low + (lead - low) % width, high)  # the first aligned one
+        last = high - (high - first) % CHUNK
+        count = _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count, low, first)
+        count = _add_chunks(grad, held, out, sums, bits, floor, magnitude, index, value, count, first, last)
+        count = _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count, last, high)
+    return count
+
+
+@_compiled
 def _add_chunks(
     grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
-    index: Any, value: Any, count: Any, start: Any,
+    index: Any, value: Any, count: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Add whole chunks, and note what reaches the floor, or is a NaN; return how many do, or that there was no room.
-
-    Each chunk is looked at while it is in the nearest cache, as `sums` and their `bits`. `out` is aligned.
-    """
-    count, room = np.uintp(count), np.uintp(len(index) - LINE)
+    """Do so for whole chunks. Each is looked at while it is in the nearest cache, as `sums` and their `bits`."""
+    room = np.uintp(len(index) - LINE)
     reaches = np.zeros(CHUNK, np.uint8)
     lines = reaches.view(np.uint64)
-    for chunk in range(0, len(out) - len(out) % CHUNK, CHUNK):
-        for i in range(chunk, chunk + CHUNK):
-            sums[i - chunk] = grad[i] + held[i]
+    for chunk in range(first, last, CHUNK):
+        ours, theirs = grad[chunk : chunk + CHUNK], held[chunk : chunk + CHUNK]
+        for i in range(CHUNK):
+            sums[i] = ours[i] + theirs[i]
         for i in range(0, CHUNK, STREAM_BYTES // sums.itemsize):
             _stream(out, chunk + i, sums, i)
         for i in range(CHUNK):
@@ -238,7 +254,7 @@ def _add_chunks(
             if lines[line]:
                 count = min(count, room)
                 for i in range(line * LINE, line * LINE + LINE):
-                    index[count] = start + chunk + i
+                    index[count] = chunk + i
                     value[count] = sums[i]
                     count += np.uintp(reaches[i])
     return count
@@ -247,27 +263,40 @@ def _add_chunks(
 @_compiled
 def _add_few(
     grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
-    index: Any, value: Any, count: Any, start: Any,
+    index: Any, value: Any, count: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Do what `_add_chunks` does, for the few elements before the first whole chunk and behind the last."""
-    count, room = np.uintp(count), np.uintp(len(index) - LINE)
-    for i in range(len(out)):
+    """Do so for the few elements before the first whole chunk of a segment and behind its last."""
+    room = np.uintp(len(index) - LINE)
+    for i in range(first, last):
         sums[0] = grad[i] + held[i]
         out[i] = sums[0]
         count = min(count, room)
-        index[count] = start + i
+        index[count] = i
         value[count] = sums[0]
         count += np.uintp((bits[0] & magnitude) >= floor)
     return count
 
 
 @_compiled
-def _at_least(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, count: Any, start: Any) -> Any:
-    """Append the places of what reaches the floor to `index`; return how many are there, too many if there is no room.
+def _at_least(bits: Any, floors: Any, magnitude: Any, infinity: Any, edges: Any, index: Any) -> Any:
+    """Write the places of what reaches its segment's floor into `index`; return how many, or too many."""
+    count, room = np.uintp(0), np.uintp(len(index) - LINE)
+    for segment in range(len(floors)):
+        low = edges[segment]
+        part = bits[low : edges[segment + 1]]
+        count = _at_least_in(part, floors[segment], magnitude, infinity, index, count, low)
+        if count > room:
+            break
+    return count
+
+
+@_compiled
+def _at_least_in(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, count: Any, start: Any) -> Any:
+    """Append the places of what reaches the floor in one segment.
 
     Unsigned counters: for signed ones every access would ask whether it counts from the end.
     """
-    count, room = np.uintp(count), np.uintp(len(index) - LINE)
+    room = np.uintp(len(index) - LINE)
     reaches = np.zeros(CHUNK, np.uint8)
     lines = reaches.view(np.uint64)
     whole = len(bits) - len(bits) % CHUNK
@@ -287,6 +316,21 @@ def _at_least(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, 
         index[count] = start + i
         count += np.uintp(floor <= bits[i] & magnitude <= infinity)
     return count
+
+
+@_compiled
+def _mean_squares(array: Any, edges: Any) -> Any:
+    means = np.zeros(len(edges) - 1)
+    for segment in range(len(means)):
+        part = array[edges[segment] : edges[segment + 1]]
+        for chunk in range(0, len(part), CHUNK):
+            total = 0.0
+            piece = part[chunk : chunk + CHUNK]
+            for i in range(len(piece)):
+                total += np.float64(piece[i]) * np.float64(piece[i])
+            means[segment] += total
+        means[segment] /= max(len(part), 1)
+    return means
 
 
 @_compiled
@@ -371,33 +415,35 @@ def _shared(held: Any, index: Any, places: Any) -> Any:
 
 
 @_compiled
-def _spread(index: Any, value: Any, done: Any, start: Any, out: Any, window: Any) -> Any:
-    """Fill the aligned `out`, which begins at element `start`, from pair `done` on; return the pair that comes next.
+def _spread(index: Any, value: Any, out: Any, window: Any, lead: Any) -> None:
+    """Fill `out`, whose first aligned element is number `lead`.
 
     Each window is made in the nearest cache, where it is zero but for its pairs, and stored past the others.
     """
-    at, end = np.uintp(done), np.uintp(len(index))
-    for low in range(0, len(out) - len(out) % WINDOW, WINDOW):
-        first = at
-        while at < end and index[at] < start + low + WINDOW:
-            window[np.uintp(index[at] - start - low)] = value[at]
+    first = min(lead, len(out))
+    last = len(out) - (len(out) - first) % WINDOW
+    at, end = np.uintp(_spread_few(index, value, 0, out, 0, first)), np.uintp(len(index))
+    for low in range(first, last, WINDOW):
+        begin = at
+        while at < end and index[at] < low + WINDOW:
+            window[np.uintp(index[at] - low)] = value[at]
             at += np.uintp(1)
         for i in range(0, WINDOW, STREAM_BYTES // window.itemsize):
             _stream(out, low + i, window, i)
-        while first < at:
-            window[np.uintp(index[first] - start - low)] = 0
-            first += np.uintp(1)
-    return at
+        while begin < at:
+            window[np.uintp(index[begin] - low)] = 0
+            begin += np.uintp(1)
+    _spread_few(index, value, np.int64(at), out, last, len(out))
 
 
 @_compiled
-def _spread_few(index: Any, value: Any, done: Any, start: Any, out: Any, window: Any) -> Any:  # noqa: ARG001
-    """Do what `_spread` does, for the few elements before the first whole window and behind the last."""
-    out[:] = 0
-    while done < len(index) and index[done] < start + len(out):
-        out[index[done] - start] = value[done]
-        done += 1
-    return done
+def _spread_few(index: Any, value: Any, at: Any, out: Any, first: Any, last: Any) -> Any:
+    """Do so for the few elements before the first whole window and behind the last; return the pair that comes next."""
+    out[first:last] = 0
+    while at < len(index) and index[at] < last:
+        out[index[at]] = value[at]
+        at += 1
+    return at
 
 
 @_compiled

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
+from oktopk.kernels.reference import Ends, Floors
 from oktopk.kernels.reference import is_increasing as is_increasing
+from oktopk.kernels.reference import mean_squares as mean_squares
 from oktopk.kernels.reference import merge as merge
 from oktopk.kernels.reference import pack as pack
 from oktopk.kernels.reference import shared as shared
@@ -38,10 +40,12 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return reference.first_nonfinite(out) if suspect else -1
 
 
-def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
-    """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+def accumulate_seeing(
+    grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
+) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
     first_bad = accumulate(grad, held, out)
-    index = at_least(out, [0, len(out)], [floor])
+    index = at_least(out, bounds, floors)
     return first_bad, index, out.index_select(0, index)
 
 
@@ -50,13 +54,12 @@ def kth_largest(score: Tensor, k: int) -> float:
     return float(np.partition(score.numpy(), -k)[-k])  # half the time of torch.topk
 
 
-def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
+def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
     """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
-    array = acc.numpy()
+    array, limits = acc.numpy(), reference.held_by(acc.dtype, thresholds)
     magnitude, mask = np.empty(PIECE, array.dtype), np.empty(PIECE, np.bool_)
     found = [np.empty(0, np.int64)]
-    for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False):
-        limit = array.dtype.type(reference.held_by(acc.dtype, threshold))
+    for low, high, limit in zip(bounds[:-1], bounds[1:], limits, strict=True):
         for start in range(low, high, PIECE):
             piece = array[start : min(start + PIECE, high)]
             np.abs(piece, out=magnitude[: len(piece)])

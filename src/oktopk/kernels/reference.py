@@ -2,11 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 NAME = "reference (torch)"
+Ends = Sequence[int] | NDArray[np.int64]
+Floors = Sequence[float] | NDArray[np.float64]
+
 CHUNK = 1 << 17
 """Elements that a core's own cache holds, with room to spare."""
 
@@ -17,10 +23,12 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return -1 if is_finite(out) else first_nonfinite(out)
 
 
-def accumulate_seeing(grad: Tensor, held: Tensor, out: Tensor, floor: float) -> tuple[int, Tensor, Tensor]:
-    """Write held + grad into `out`; return what `accumulate` would, and where |out| >= floor, and what is there."""
+def accumulate_seeing(
+    grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
+) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
     first_bad = accumulate(grad, held, out)
-    index = at_least(out, [0, len(out)], [floor])
+    index = at_least(out, bounds, floors)
     return first_bad, index, out.index_select(0, index)
 
 
@@ -42,17 +50,25 @@ def divide_(tensor: Tensor, divisor: float) -> bool:
     return all(finite)
 
 
-def at_least(acc: Tensor, bounds: list[int], thresholds: list[float]) -> Tensor:
+def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
     """Return the sorted indices where |acc| >= the threshold of its segment, zeros never.
 
     Segment s is acc[bounds[s]:bounds[s + 1]]. A threshold below the smallest positive number means that one: a
     zero has nothing to send.
     """
-    found = [
-        (acc[low:high].abs() >= held_by(acc.dtype, threshold)).nonzero().view(-1) + low
-        for low, high, threshold in zip(bounds, bounds[1:], thresholds, strict=False)
-    ]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=acc.device)
+    low, high = int(bounds[0]), int(bounds[-1])
+    limits = torch.from_numpy(held_by(acc.dtype, thresholds)).to(acc.device)
+    lengths = torch.from_numpy(np.diff(bounds)).to(acc.device)
+    each = limits if len(limits) == 1 else limits.repeat_interleave(lengths)
+    return (acc[low:high].abs() >= each).nonzero().view(-1) + low
+
+
+def mean_squares(acc: Tensor, bounds: Ends) -> Tensor:
+    """Return the mean of acc**2 over each segment, in float64 on the CPU, 0 for an empty one."""
+    lengths = torch.from_numpy(np.diff(bounds)).to(acc.device)
+    squares = acc[int(bounds[0]) : int(bounds[-1])].double().square()
+    sums = torch.segment_reduce(squares, "sum", lengths=lengths, initial=0.0)
+    return (sums / lengths.clamp(min=1)).cpu()
 
 
 def kth_largest(score: Tensor, k: int) -> float:
@@ -132,8 +148,8 @@ def _slots(index: Tensor, marker: int) -> Tensor:
     return slots
 
 
-def held_by(dtype: torch.dtype, threshold: float) -> float:
-    """Return the threshold as `dtype` can hold it: at least its least positive number, infinite beyond its largest."""
-    if threshold > torch.finfo(dtype).max:
-        return math.inf
-    return max(threshold, 2.0**-149 if dtype == torch.float32 else 5e-324)
+def held_by(dtype: torch.dtype, thresholds: Floors) -> NDArray[Any]:
+    """Return the thresholds as `dtype` can hold them: at least its least positive number, and infinity."""
+    least = 2.0**-149 if dtype == torch.float32 else 5e-324
+    known = np.where(np.asarray(thresholds) > torch.finfo(dtype).max, np.inf, np.maximum(thresholds, least))
+    return known.astype(np.float32 if dtype == torch.float32 else np.float64)

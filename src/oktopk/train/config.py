@@ -58,7 +58,7 @@ class Config:
     compressor: str = setting("oktopk", "the algorithm: " + ", ".join(sorted(ALGORITHMS)))
     density: float = setting(0.02, "the part of the gradient that a sparse step sends")
     dense_steps: int = setting(128, "steps before the first sparse one")
-    ranking: str = setting("scaled", "oktopk: what is large: magnitude, or scaled (by each tensor's rms)")
+    ranking: str = setting("scaled", "oktopk: what is large: magnitude, or scaled (by the rms of its row)")
     mode: str = setting("bounded", "oktopk: bounded (a hard cap on traffic) or paper")
     wire: str = setting("fp32", "values as they travel: fp32, bf16 or int8")
     momentum_correction: bool = setting(False, "DGC: momentum before selection, in place of the optimizer's")
