@@ -12,6 +12,7 @@ from bench.learning.__main__ import main
 from bench.learning.experiment import Record
 from bench.learning.learner import Learner, Optimizer, Rates
 from bench.learning.mechanisms import Exchange, Layout
+from bench.learning.recognition import Recognition
 from bench.learning.settings import CATALOGUE, Setting, parse, read_settings
 from bench.learning.speech import Recordings, Speech
 from bench.learning.tables import figures_of
@@ -170,13 +171,14 @@ def test_the_dense_steps_send_what_a_ring_does():
 
 
 def test_replicas_have_the_weights_of_the_net_and_statistics_of_their_own():
-    learner = Learner(make_config({"dnn": "lstman4-small"}), 2, torch.device("cpu"))
     speech = Speech(made_up(8), seed=1, workers=2, batch_size=2, device=torch.device("cpu"))
+    recognition = Recognition(make_config({"dnn": "lstman4-small"}), speech, torch.device("cpu"))
+    learner = Learner(recognition, 2, torch.device("cpu"))
     learner.update(torch.ones(learner.layout.numel), Rates(0.01, 0.0, False, 0.0))
     batch = speech.batch(0, worker=0)
     outputs = [replica.eval()(batch.inputs, batch.frames)[0] for replica in learner.replicas]
     assert torch.equal(*outputs)
-    learner.fill_gradient(1, 0, speech)
+    learner.fill_gradient(1, 0)
     assert torch.equal(learner.net.last_norm.running_mean, torch.zeros(160))
     assert learner.replicas[1].last_norm.running_mean.any()
 
@@ -229,7 +231,7 @@ def test_every_worker_has_its_own_utterances_and_all_settings_the_same():
 
 def test_goals_are_reached_where_an_epochs_mean_is():
     record = Record(loss=[9.0, 7.0, 5.0, 3.0], sent_bytes=[100, 100, 1, 1], seconds=[1.0] * 4)
-    run = {"curves": vars(record), "steps_per_epoch": 2, "steps": 4, "ended": "", "setting": {"dense_steps": 2}}
+    run = {"curves": vars(record), "window": 2, "steps": 4, "ended": "", "setting": {"dense_steps": 2}}
     run["curves"] |= {"selected_over_k": [1.0] * 4, "residual_norm": [0.0] * 4}
     run["evaluations"] = [{"step": 2, "wer": 0.9}, {"step": 4, "wer": 0.5}]
     figures = figures_of(run, [6.0, 1.0], [0.5], compute_s=0.5)

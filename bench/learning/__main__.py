@@ -2,12 +2,13 @@
 
     python -m bench.learning --recipe an4 --data-dir data/an4 --pack an4.pt
     python -m bench.learning --recipe an4 --corpus an4.pt --device cuda --jobs 8 --settings dense,ef21m --out DIR
+    python -m bench.learning --recipe fashion --data-dir /usr/share/datasets/fashion-mnist --settings dense,scaled-1
     python -m bench.learning --report --out DIR
 
 Trains with each setting on the same order of the data and from the same weights, and says what each took to reach given
-training losses and WERs. Workers are virtual: their gradients are computed one after the other, the exchanges are the
-library's, on threads. Every training is one line of DIR/runs.jsonl as soon as it ends; what is there already is not
-made again, unless time was up.
+training losses and WERs, or errors. Workers are virtual: their gradients are computed one after the other, the
+exchanges are the library's, on threads. Every training is one line of DIR/runs.jsonl as soon as it ends; what is there
+already is not made again, unless time was up.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,20 @@ from typing import Any
 import torch
 
 from bench.learning import plots, tables
+from bench.learning.classification import fashion
 from bench.learning.experiment import OUT_OF_TIME, Task, run_all
+from bench.learning.recognition import recipe_of
 from bench.learning.settings import CATALOGUE, Setting, read_settings
-from bench.learning.speech import Recordings
+from bench.learning.workload import METRICS, Asked, Recipe
 from oktopk.bench.provenance import provenance
-from oktopk.train.config import Config, make_config, parse_pairs
-from oktopk.train.recipes import load_recipe
+from oktopk.train.config import parse_pairs
 
 RUNS = "runs.jsonl"
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "an4": ("lstman4", {"dataset": "an4", "batch_size": 16}),
-    "an4-small": ("an4-small", {}),
+RECIPES: dict[str, Callable[[Asked], Recipe]] = {
+    "an4": recipe_of("lstman4", dataset="an4", batch_size=16),
+    "an4-small": recipe_of("an4-small"),
+    "fashion": fashion,
 }
-"""The trainer's recipes, and what is other here."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -45,25 +47,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = _parse(argv)
     if args.list:
         return _list()
-    config = _config(args)
+    recipe = _recipe(args)
     if args.pack:
-        Recordings.of(args.corpus, config).save(args.pack)
+        recipe.pack(args.pack)
         print(f"{args.pack}: {args.pack.stat().st_size / 1e6:.1f} MB")
         return {}
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.report:
-        _train(args, config)
+        _train(args, recipe)
     return {} if args.no_report else _report(args)
 
 
-def _train(args: argparse.Namespace, config: Config) -> None:
+def _train(args: argparse.Namespace, recipe: Recipe) -> None:
     """Make every training that is not there yet, and write each down as it ends."""
     runs = args.out / RUNS
-    made = {(run["setting"]["name"], run["seed"]) for run in _read(runs) if not run["ended"].startswith(OUT_OF_TIME)}
-    told = {"data": args.corpus.name if args.corpus else config.dataset, "device": _device(args.device), **provenance()}
+    there = _read(runs)
+    tables.metric_of([*there, {"metric": recipe.metric}])  # refuses a folder of another workload
+    made = {(run["setting"]["name"], run["seed"]) for run in there if not run["ended"].startswith(OUT_OF_TIME)}
+    told = {"data": args.corpus.name if args.corpus else recipe.data, "device": _device(args.device), **provenance()}
     with tempfile.TemporaryDirectory() as folder, runs.open("a", encoding="utf-8") as file:
         tasks = [
-            _task(args, replace(config, seed=seed), setting, Path(folder))
+            _task(args, recipe.with_seed(seed), setting, Path(folder))
             for seed in args.seeds
             for setting in read_settings(args.settings)
             if (setting.name, seed) not in made
@@ -73,14 +77,14 @@ def _train(args: argparse.Namespace, config: Config) -> None:
             file.flush()
 
 
-def _task(args: argparse.Namespace, config: Config, setting: Setting, folder: Path) -> Task:
+def _task(args: argparse.Namespace, recipe: Recipe, setting: Setting, folder: Path) -> Task:
     if args.dense_steps is not None and setting.dense_steps == Setting.dense_steps:
         setting = replace(setting, dense_steps=args.dense_steps)
     return Task(
-        config=config,
+        recipe=recipe,
         setting=setting,
-        steps=args.steps,
-        workers=args.workers,
+        steps=recipe.steps,
+        workers=args.workers or recipe.workers,
         device=args.device,
         evaluate_every=args.evaluate_every,
         corpus=args.corpus,
@@ -98,11 +102,13 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     if not runs:
         raise SystemExit(f"{args.out / RUNS} has no training")
     compute_s = args.compute_s or min(run["compute_s"] for run in runs if run["compute_s"])
-    rows = tables.summarise(runs, args.losses, args.wers, compute_s)
-    Console(width=180).print(tables.table_of(rows))
+    name = tables.metric_of(runs)
+    metric = METRICS[name]
+    rows = tables.summarise(runs, args.losses or metric.losses, args.goals or metric.goals, compute_s)
+    Console(width=180).print(tables.table_of(rows, name))
     if not args.no_plots:
         plots.draw(runs, compute_s, args.out)
-    kept = ("workers", "steps_per_epoch", "data", "device", "versions", "hardware", "date")
+    kept = ("workers", "metric", "window", "data", "device", "versions", "hardware", "date")
     result = {"bench": "learning", "compute_s": compute_s, **{key: runs[0].get(key) for key in kept}, "rows": rows}
     line = json.dumps(result, allow_nan=False)
     (args.out / "summary.json").write_text(line + "\n", encoding="utf-8")
@@ -126,16 +132,10 @@ def _list() -> dict[str, Any]:
     return dict(CATALOGUE)
 
 
-def _config(args: argparse.Namespace) -> Config:
-    name, ours = RECIPES[args.recipe]
-    recipe = load_recipe(name)
-    given = {"data_dir": str(args.data_dir)} if args.data_dir else {}
-    given |= {"batch_size": args.batch} if args.batch else {}
-    if args.corpus or not args.data_dir:  # with a packed corpus no folder is looked at
-        ours = {key: value for key, value in ours.items() if key != "dataset"}
-    config = make_config(recipe.settings | ours | given | parse_pairs(args.set) | {"recipe": name})
-    args.workers = args.workers or (4 if recipe.nproc == 1 else recipe.nproc)
-    return config
+def _recipe(args: argparse.Namespace) -> Recipe:
+    pairs = tuple(parse_pairs(args.set).items())
+    asked = Asked(data_dir=args.data_dir, corpus=args.corpus, batch=args.batch, steps=args.steps, pairs=pairs)
+    return RECIPES[args.recipe](asked)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -145,28 +145,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--settings", default="dense,scaled-1", help="specs NAME[+field=value...], by comma; or a file, one a line")
     add("--list", action="store_true", help="show the catalogue of settings")
     add("--seeds", type=_integers, default=[1], help="1,2: each setting with each")
-    add("--steps", type=int, default=560)
+    add("--steps", type=int, help="default: the recipe's, 560 for speech, 1500 for fashion")
     add("--dense-steps", type=int, help="before the switch, where a setting does not say otherwise")
     add("--workers", type=int, help="default: 4, or the recipe's")
-    add("--batch", type=int, help="utterances of a worker in a step; default: the recipe's, 16 for an4")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the trainer's settings; repeatable")
+    add("--batch", type=int, help="of a worker in a step; default: the recipe's, 16 for an4, 32 for fashion")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe's settings; repeatable")
     add("--device", default="cpu")
     add("--jobs", type=int, default=1, help="trainings beside each other, each in its own process")
     add("--threads", type=int, default=1, help="of torch, in each")
     add("--limit-s", type=float, default=0.0, help="trainings that run then end with what they have")
-    add("--evaluate-every", type=int, default=2, help="epochs")
+    add("--evaluate-every", type=int, default=2, help="epochs; for fashion, times 50 steps")
     add("--corpus", type=Path, help="a packed corpus")
-    add("--data-dir", type=Path, help="a folder with manifests")
+    add("--data-dir", type=Path, help="a folder with manifests, or with idx files")
     add("--pack", type=Path, help="write the corpus to this file, and nothing else")
     add("--scratch", type=Path, help="where the dense steps that settings share are kept; default: forgotten")
     add("--out", type=Path, default=Path("runs/learning"))
-    add("--losses", type=_numbers, default=[10.0, 5.0])
-    add("--wers", type=_numbers, default=[0.8, 0.7])
+    add("--losses", type=_numbers, help="of training, to reach; default: 10,5 for speech, 0.4,0.3 for fashion")
+    add("--wers", "--errors", type=_numbers, dest="goals", help="default: WERs 0.8,0.7; errors 0.12,0.1")
     add("--compute-s", type=float, default=0.0, help="of a worker's step, for simulated times; default: measured")
     add("--report", action="store_true", help="train nothing, report what is in the folder")
     add("--no-report", action="store_true", help="train only: neither rich nor matplotlib is wanted")
     add("--no-plots", action="store_true")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.pack and args.corpus:
+        parser.error("--pack reads --data-dir, and --corpus is packed already")
+    return args
 
 
 def _integers(text: str) -> list[int]:

@@ -23,9 +23,8 @@ from torch import Tensor
 from bench.learning.learner import Learner, Rates
 from bench.learning.mechanisms import Exchange
 from bench.learning.settings import Setting
-from bench.learning.speech import Recordings, Speech
+from bench.learning.workload import METRICS, Recipe, Workload
 from oktopk import Comm, run_local
-from oktopk.train.config import Config
 
 TIMEOUT_S = 600.0
 OUT_OF_TIME = "out of time"
@@ -36,15 +35,15 @@ CURVES = ("loss", "sent_bytes", "selected_over_k", "residual_norm", "grad_norm",
 class Task:
     """One training: `setting` from step `dense_steps` on, to `steps` in all.
 
-    config          the trainer's: net, optimizer, batch size, augmentation, seed
-    evaluate_every  epochs
-    corpus          a packed file; None: what the config says
+    recipe          net, data, optimizer, seed
+    evaluate_every  of the workload's windows
+    corpus          a packed file; None: what the recipe says
     scratch         where trunks are
     until           a time (`time.time`) at which the training ends wherever it is; 0: none
     threads         of torch, in each process
     """
 
-    config: Config
+    recipe: Recipe
     setting: Setting
     steps: int
     workers: int
@@ -58,7 +57,8 @@ class Task:
     @property
     def trunk(self) -> Path:
         """The file of the dense steps that this training begins with."""
-        return self.scratch / f"trunk-{self.config.seed}-{min(self.setting.dense_steps, self.steps)}.pt"
+        steps = min(self.setting.dense_steps, self.steps)
+        return self.scratch / f"trunk-{self.recipe.data}-{self.recipe.seed}-{steps}.pt"
 
     @property
     def is_over(self) -> bool:
@@ -124,9 +124,8 @@ class Training:
     def __init__(self, task: Task) -> None:
         torch.set_num_threads(task.threads)
         self.task, self.device = task, torch.device(task.device)
-        config = task.config
-        self.speech = _speech(task.corpus, config, task.workers, task.device)
-        self.learner = Learner(config, task.workers, self.device)
+        self.workload = _workload(task.recipe, task.corpus, task.workers, self.device)
+        self.learner = Learner(self.workload, task.workers, self.device)
         self.record, self.first = Record(), 0
         self._losses, self._sent = [0.0] * task.workers, [0] * task.workers
 
@@ -150,13 +149,13 @@ class Training:
 
     def _rank(self, comm: Comm) -> None:
         """Be one rank: compute a gradient and exchange it. Rank 0 also makes the update."""
-        config, learner, rank = self.task.config, self.learner, comm.rank
+        sgd, learner, rank = self.workload.sgd, self.learner, comm.rank
         exchange = Exchange(
-            self.task.setting, comm, learner.layout, device=self.device, clip=config.clip, momentum=config.momentum
+            self.task.setting, comm, learner.layout, device=self.device, clip=sgd.clip, momentum=sgd.momentum
         )
         for step in range(self.first, self.task.steps):
             start = time.perf_counter()
-            self._losses[rank] = learner.fill_gradient(rank, step, self.speech)
+            self._losses[rank] = learner.fill_gradient(rank, step)
             computed = time.perf_counter()
             _meet(comm)
             if not all(map(math.isfinite, self._losses)):
@@ -177,8 +176,8 @@ class Training:
         """Make the update, and note what the step was."""
         if step == self.task.setting.dense_steps:
             self.learner.optimizer.buffer *= self.task.setting.buffer
-        epoch, place = divmod(step, self.speech.steps_per_epoch)
-        norm = self.learner.update(mean, Rates.at(self.task.config, self.task.setting, step, epoch))
+        workload = self.workload
+        norm = self.learner.update(mean, Rates.at(workload.lr_at(step), workload.sgd, self.task.setting, step))
         norms = torch.stack([norm, exchange.residual.held.norm()]).tolist()
         record = self.record
         record.loss.append(sum(self._losses) / len(self._losses))
@@ -187,8 +186,8 @@ class Training:
         record.grad_norm.append(norms[0])
         record.residual_norm.append(norms[1])
         last = step + 1 == self.task.steps
-        if last or (place + 1 == self.speech.steps_per_epoch and (epoch + 1) % self.task.evaluate_every == 0):
-            record.evaluations.append({"step": step + 1, **self.learner.evaluate(self.speech)})
+        if last or (step + 1) % (workload.window * self.task.evaluate_every) == 0:
+            record.evaluations.append({"step": step + 1, **self.learner.evaluate()})
         if self.task.is_over and not last:
             record.ended = f"{OUT_OF_TIME} after step {step}"
 
@@ -207,23 +206,10 @@ def _meet(comm: Comm) -> None:
     comm.all_gather(torch.zeros(1))
 
 
-@lru_cache(maxsize=1)
-def _recordings(corpus: Path | None, config: Config) -> Recordings:
-    return Recordings.of(corpus, config)
-
-
 @lru_cache(maxsize=4)
-def _speech(corpus: Path | None, config: Config, workers: int, device: str) -> Speech:
-    """Return the data of a training; the next ones in this process have the same, or those of another seed."""
-    recordings = _recordings(corpus, replace(config, seed=0))
-    return Speech(
-        recordings,
-        seed=config.seed,
-        workers=workers,
-        batch_size=config.batch_size,
-        device=torch.device(device),
-        augmentation=config.augmentation(),
-    )
+def _workload(recipe: Recipe, corpus: Path | None, workers: int, device: torch.device) -> Workload:
+    """Return what is trained; the next trainings in this process have the same, or that of another seed."""
+    return recipe.open(corpus, workers, device)
 
 
 def _result(training: Training, seconds: float) -> dict[str, Any]:
@@ -231,10 +217,11 @@ def _result(training: Training, seconds: float) -> dict[str, Any]:
     computing = sorted(record.compute_s)
     return {
         "setting": asdict(task.setting),
-        "seed": task.config.seed,
+        "seed": task.recipe.seed,
         "workers": task.workers,
         "steps": len(record.loss),
-        "steps_per_epoch": training.speech.steps_per_epoch,
+        "metric": training.workload.metric,
+        "window": training.workload.window,
         "ended": record.ended,
         "seconds": round(seconds, 3),
         "compute_s": _short(computing[len(computing) // 2]) if computing else None,
@@ -249,12 +236,13 @@ def _short(value: float) -> float:
 
 
 def _line(result: dict[str, Any]) -> str:
-    losses, evaluations = result["curves"]["loss"][-result["steps_per_epoch"] :], result["evaluations"]
+    losses, evaluations = result["curves"]["loss"][-result["window"] :], result["evaluations"]
     loss = f"loss {sum(losses) / len(losses):.2f}" if losses else "no step"
-    wer = f", WER {evaluations[-1]['wer']:.3f}" if evaluations else ""
+    name = result["metric"]
+    found = f", {METRICS[name].label} {evaluations[-1][name]:.3f}" if evaluations else ""
     return (
         f"{result['setting']['name']} seed {result['seed']}: {result['steps']} steps in {result['seconds']:.0f} s, "
-        f"{loss}{wer} {result['ended'].strip()}"
+        f"{loss}{found} {result['ended'].strip()}"
     )
 
 

@@ -16,20 +16,15 @@ from torch import Tensor, nn
 
 from bench.learning.mechanisms import Layout
 from bench.learning.settings import FROM_RECIPE, Setting
-from bench.learning.speech import Speech
+from bench.learning.workload import Sgd, Workload
 from oktopk.ddp import small_or_vector
-from oktopk.train.config import Config
-from oktopk.train.metrics import Transcripts, greedy, references
-from oktopk.train.models import make_model
-from oktopk.train.models.ctc import ctc_loss
 
 
 class Learner:
     """The net on the device, and the flat vectors that are exchanged."""
 
-    def __init__(self, config: Config, workers: int, device: torch.device) -> None:
-        torch.manual_seed(config.seed)
-        self.net = make_model(config.dnn).to(device)
+    def __init__(self, workload: Workload, workers: int, device: torch.device) -> None:
+        self.workload, self.net = workload, workload.make_net()
         large = {name: not small_or_vector(name, parameter) for name, parameter in self.net.named_parameters()}
         self.parameters: list[Tensor] = [p for name, p in self.net.named_parameters() if large[name]]
         side = [p for name, p in self.net.named_parameters() if not large[name]]
@@ -44,15 +39,13 @@ class Learner:
         self.streams = [_stream(device) for _ in self.replicas]
         self.optimizer = Optimizer(self.layout.numel, device)
 
-    def fill_gradient(self, worker: int, step: int, speech: Speech) -> float:
+    def fill_gradient(self, worker: int, step: int) -> float:
         """Write a worker's gradient into its row of `grads`; return its loss, once all that is done."""
         stream = self.streams[worker]
         with torch.cuda.stream(stream):  # None: no stream
             if stream is not None:
                 stream.wait_stream(torch.cuda.default_stream(stream.device))  # on which the weights are changed
-            batch = speech.batch(step, worker)
-            log_probs, frames = self.replicas[worker].train()(batch.inputs, batch.frames)
-            loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths)
+            loss = self.workload.loss(self.replicas[worker].train(), step, worker)
             made = torch.autograd.grad(loss, self.parameters)
             torch.cat([grad.reshape(-1) for grad in made], out=self.grads[worker])
             return float(loss.detach())
@@ -70,17 +63,9 @@ class Learner:
         return norm
 
     @torch.no_grad()
-    def evaluate(self, speech: Speech) -> dict[str, float]:
-        """Return WER, CER and loss over what is validated with."""
-        self.net.eval()
-        transcripts, loss_sum, count = Transcripts(), 0.0, 0
-        for batch in speech.val_batches():
-            log_probs, frames = self.net(batch.inputs, batch.frames)
-            loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths)
-            loss_sum, count = loss_sum + float(loss) * len(frames), count + len(frames)
-            transcripts.add(references(batch.targets, batch.target_lengths), greedy(log_probs, frames))
-        counts = transcripts.counts()
-        return {"wer": counts.wer or 0.0, "cer": counts.cer or 0.0, "val_loss": loss_sum / count}
+    def evaluate(self) -> dict[str, float]:
+        """Return the figures of the workload's evaluation."""
+        return self.workload.evaluate(self.net.eval())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another learner needs to go on from here."""
@@ -117,9 +102,9 @@ class Rates:
     lazy: bool = False
 
     @staticmethod
-    def at(config: Config, setting: Setting, step: int, epoch: int) -> Rates:
-        """Return the recipe's figures before the switch, the setting's after it."""
-        usual = Rates(config.lr_at(epoch), config.momentum, config.nesterov, config.clip)
+    def at(lr: float, sgd: Sgd, setting: Setting, step: int) -> Rates:
+        """Return the recipe's figures, `lr` and `sgd`, before the switch, and the setting's after it."""
+        usual = Rates(lr, sgd.momentum, sgd.nesterov, sgd.clip)
         since = step - setting.dense_steps
         if since < 0:
             return usual

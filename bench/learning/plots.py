@@ -1,4 +1,4 @@
-"""Loss and WER against steps, against bytes, and against time on links of several speeds."""
+"""Loss and metric (WER, error) against steps, against bytes, and against time on links of several speeds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bench.learning.tables import LINKS_BPS, Run, simulated_seconds, trailing_means, window_of
+from bench.learning.tables import LINKS_BPS, Run, metric_of, simulated_seconds, trailing_means, window_of
+from bench.learning.workload import METRICS
 
 PANEL_INCHES = (4.2, 3.6)
 DPI = 110
 
 
 def draw(runs: Sequence[Run], compute_s: float, folder: Path) -> list[Path]:
-    """Write loss.png and wer.png, a panel for each axis and a line for each training; return them."""
-    return [_draw(what, runs, compute_s, folder) for what in ("loss", "wer")]
+    """Write loss.png and one named by the metric, a panel for each axis and a line for each training; return them."""
+    return [_draw(what, runs, compute_s, folder) for what in ("loss", metric_of(runs))]
 
 
 def _draw(what: str, runs: Sequence[Run], compute_s: float, folder: Path) -> Path:
@@ -39,7 +40,7 @@ def _draw(what: str, runs: Sequence[Run], compute_s: float, folder: Path) -> Pat
                 else {"color": colour(i % 20), "ls": ("-", "--", ":")[i // 20 % 3]}
             )
             panel.plot(at, values, lw=1.1, label=name if first else None, **style)
-        panel.set(xlabel=label, ylabel="training loss" if what == "loss" else "WER")
+        panel.set(xlabel=label, ylabel="training loss" if what == "loss" else METRICS[what].label)
         if label != "steps":
             panel.set_xscale("log")
         if what == "loss":
@@ -67,4 +68,4 @@ def _points(what: str, run: Run, places: Sequence[float]) -> tuple[Sequence[floa
         window = window_of(run)
         return places[window - 1 :], trailing_means(run["curves"]["loss"], window)
     evaluated = run["evaluations"]
-    return [places[int(each["step"]) - 1] for each in evaluated], [each["wer"] for each in evaluated]
+    return [places[int(each["step"]) - 1] for each in evaluated], [each[what] for each in evaluated]

@@ -63,11 +63,6 @@ class Recordings:
         samples = [torch.from_numpy(read_pcm(utterance.wav)) for utterance in utterances]
         return Recordings(samples, [utterance.text for utterance in utterances], len(corpus.train))
 
-    @staticmethod
-    def of(path: Path | None, config: Config) -> Recordings:
-        """Return the recordings of a packed file, or else those of the config."""
-        return Recordings.read(config) if path is None else Recordings.load(path)
-
 
 class Speech:
     """Batches on the device, for the workers and for the evaluation."""

@@ -7,6 +7,8 @@ from itertools import accumulate
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from bench.learning.workload import METRICS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -16,23 +18,31 @@ Run = dict[str, Any]
 Figures = dict[str, Any]
 
 
-def figures_of(run: Run, losses: Sequence[float], wers: Sequence[float], compute_s: float) -> Figures:
-    """Return what a training came to: where it ended, and what it took to reach these training losses and WERs.
+def metric_of(runs: Sequence[Run]) -> str:
+    """Return what the trainings are compared by; those of several workloads are not."""
+    found = {run.get("metric", "wer") for run in runs}
+    if len(found) > 1:
+        raise SystemExit(f"trainings of several workloads ({', '.join(sorted(found))}): give each a folder of its own")
+    return str(found.pop())
 
-    A training loss counts as reached when its mean over one epoch's steps is; a WER when an evaluation finds it.
+
+def figures_of(run: Run, losses: Sequence[float], goals: Sequence[float], compute_s: float) -> Figures:
+    """Return what a training came to: where it ended, and what it took to reach these training losses and goals.
+
+    A training loss counts as reached when its mean over one window is; a goal when an evaluation finds it.
     """
-    curves, window = run["curves"], window_of(run)
+    curves, window, metric = run["curves"], window_of(run), metric_of([run])
     smooth = trailing_means(curves["loss"], window)
-    evaluated = [(int(each["step"]), each["wer"]) for each in run["evaluations"]]
+    evaluated = [(int(each["step"]), each[metric]) for each in run["evaluations"]]
     after = run["setting"]["dense_steps"]
     sent, chosen = curves["sent_bytes"][after:], curves["selected_over_k"][after:]
     reached = {f"loss {loss:g}": _first(enumerate(smooth, window), loss) for loss in losses}
-    reached |= {f"WER {wer:g}": _first(evaluated, wer) for wer in wers}
+    reached |= {f"{METRICS[metric].label} {goal:g}": _first(evaluated, goal) for goal in goals}
     return {
         "steps": run["steps"],
         "ended": run["ended"],
         "loss": smooth[-1] if smooth else None,
-        "wer": evaluated[-1][1] if evaluated else None,
+        metric: evaluated[-1][1] if evaluated else None,
         "bytes_per_step": mean(sent) if sent else None,
         "selected_over_k": mean(chosen) if chosen else None,
         "residual_norm": curves["residual_norm"][-1] if curves["residual_norm"] else None,
@@ -41,8 +51,9 @@ def figures_of(run: Run, losses: Sequence[float], wers: Sequence[float], compute
 
 
 def window_of(run: Run) -> int:
-    """Return over how many steps a training loss is averaged: an epoch's, or as many as there are."""
-    return max(1, min(int(run["steps_per_epoch"]), int(run["steps"])))
+    """Return over how many steps a training loss is averaged: the workload's window, or as many as there are."""
+    window = run["window"] if "window" in run else run["steps_per_epoch"]  # as runs before 2026-11-17 have it
+    return max(1, min(int(window), int(run["steps"])))
 
 
 def trailing_means(values: Sequence[float], window: int) -> list[float]:
@@ -60,57 +71,59 @@ def simulated_seconds(run: Run, compute_s: float, bits_per_second: float) -> lis
     return list(accumulate(compute_s + 8 * sent / bits_per_second for sent in run["curves"]["sent_bytes"]))
 
 
-def summarise(runs: Sequence[Run], losses: Sequence[float], wers: Sequence[float], compute_s: float) -> list[Figures]:
+def summarise(runs: Sequence[Run], losses: Sequence[float], goals: Sequence[float], compute_s: float) -> list[Figures]:
     """Return the mean figures of each setting over its seeds, in the order they came, the dense one first."""
     names = dict.fromkeys(run["setting"]["name"] for run in runs)
     order = sorted(names, key=lambda name: name != "dense")
-    rows = [_over_seeds(name, runs, losses, wers, compute_s) for name in order]
+    metric = metric_of(runs)
+    rows = [_over_seeds(name, runs, metric, losses, goals, compute_s) for name in order]
     dense = next((row for row in rows if row["name"] == "dense"), None)
-    return [row | _beside(row, dense) for row in rows] if dense else rows
+    return [row | _beside(row, dense, metric) for row in rows] if dense else rows
 
 
 def _over_seeds(
-    name: str, runs: Sequence[Run], losses: Sequence[float], wers: Sequence[float], compute_s: float
+    name: str, runs: Sequence[Run], metric: str, losses: Sequence[float], goals: Sequence[float], compute_s: float
 ) -> Figures:
     chosen = [run for run in runs if run["setting"]["name"] == name]
-    every = [figures_of(run, losses, wers, compute_s) for run in chosen]
-    plain = ("steps", "loss", "wer", "bytes_per_step", "selected_over_k", "residual_norm")
+    every = [figures_of(run, losses, goals, compute_s) for run in chosen]
+    plain = ("steps", "loss", metric, "bytes_per_step", "selected_over_k", "residual_norm")
     row: Figures = {"name": name, "seeds": [run["seed"] for run in chosen]}
     row |= {key: _mean([each[key] for each in every]) for key in plain}
-    row["wers"] = [each["wer"] for each in every]
+    row[f"{metric}s"] = [each[metric] for each in every]
     row["ended"] = [each["ended"] for each in every if each["ended"]]
     row["reached"] = {goal: _mean_price([each["reached"][goal] for each in every]) for goal in every[0]["reached"]}
     return row
 
 
-def _beside(row: Figures, dense: Figures) -> Figures:
-    """Return the ratios to dense: steps to each goal, the final WER, and how many times less a sparse step sends."""
+def _beside(row: Figures, dense: Figures, metric: str) -> Figures:
+    """Return the ratios to dense: steps to each goal, the final metric, and how many times less a sparse step sends."""
     pairs = {goal: (row["reached"][goal], dense["reached"][goal]) for goal in row["reached"]}
     return {
         "steps_over_dense": {goal: a["steps"] / b["steps"] if a and b else None for goal, (a, b) in pairs.items()},
-        "wer_over_dense": row["wer"] / dense["wer"] if row["wer"] is not None and dense["wer"] else None,
+        f"{metric}_over_dense": row[metric] / dense[metric] if row[metric] is not None and dense[metric] else None,
         "times_fewer_bytes": dense["bytes_per_step"] / row["bytes_per_step"] if row["bytes_per_step"] else None,
     }
 
 
-def table_of(rows: Sequence[Figures]) -> Table:
+def table_of(rows: Sequence[Figures], metric: str) -> Table:
     """Return the table as people read it."""
     from rich.table import Table
 
     table = Table(title="learning: steps to a goal (times dense's), where it ended, what it sent")
-    goals = list(rows[0]["reached"])
-    for name in ("setting", "seeds", *goals, "loss", "WER", "bytes a step", "fewer", "selected/k", "residual", "note"):
+    goals, label = list(rows[0]["reached"]), METRICS[metric].label
+    for name in ("setting", "seeds", *goals, "loss", label, "bytes a step", "fewer", "selected/k", "residual", "note"):
         table.add_column(name, justify="left" if name in ("setting", "note") else "right")
     for row in rows:
         over = row.get("steps_over_dense", {})
         cells = [_cell(row["reached"][goal], over.get(goal)) for goal in goals]
-        wer = _number(row["wer"], ".3f") + (f" ({row['wer_over_dense']:.2f})" if row.get("wer_over_dense") else "")
+        ratio = row.get(f"{metric}_over_dense")
+        ended = _number(row[metric], ".3f") + (f" ({ratio:.2f})" if ratio else "")
         sent = _number(row["bytes_per_step"] and row["bytes_per_step"] / 1e6, ".2f", " MB")
         fewer = _number(row.get("times_fewer_bytes"), ".1f", "x")
         rest = (_number(row["selected_over_k"], ".2f"), _number(row["residual_norm"], ".3g"))
         note = row["ended"][0].strip().splitlines()[-1][:40] if row["ended"] else ""
         seeds = ",".join(map(str, row["seeds"]))
-        table.add_row(row["name"], seeds, *cells, _number(row["loss"], ".2f"), wer, sent, fewer, *rest, note)
+        table.add_row(row["name"], seeds, *cells, _number(row["loss"], ".2f"), ended, sent, fewer, *rest, note)
     return table
 
 

@@ -1,0 +1,122 @@
+"""What an experiment wants from a workload, and nothing of what it is: speech (`recognition.py`), images
+(`classification.py`).
+
+    Recipe      a frozen value that says what is learned and how dense learns it; it travels to the processes that train
+    Workload    a recipe with its data on a device: nets, losses of batches, evaluations
+    Metric      what an evaluation is compared by
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of the evaluation, the less the better: its name to people; the goals that tables ask for by default."""
+
+    label: str
+    goals: Sequence[float]
+    losses: Sequence[float]
+
+
+METRICS = {
+    "wer": Metric("WER", goals=(0.8, 0.7), losses=(10.0, 5.0)),
+    "error": Metric("error", goals=(0.12, 0.1), losses=(0.4, 0.3)),
+}
+"""By the name that an evaluation has them under."""
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """The recipe's optimizer, but for its learning rate; `clip` 0: none."""
+
+    momentum: float
+    nesterov: bool
+    clip: float
+
+
+class Workload(Protocol):
+    """A net to train and its data, on a device, for a number of workers. All of it follows from the recipe's seed.
+
+    metric  a name in METRICS
+    window  steps over which a training loss is averaged; evaluations come at multiples of it
+    """
+
+    metric: str
+    window: int
+    sgd: Sgd
+
+    def make_net(self) -> nn.Module:
+        """Return the net with its first weights, on the device; torch's generator is seeded for it."""
+        ...
+
+    def lr_at(self, step: int) -> float:
+        """Return the dense learning rate of a step."""
+        ...
+
+    def loss(self, net: nn.Module, step: int, worker: int) -> Tensor:
+        """Return the net's loss on what a worker has in a step."""
+        ...
+
+    def evaluate(self, net: nn.Module) -> dict[str, float]:
+        """Return the metric, and whatever else is worth a curve, on data that is not trained on."""
+        ...
+
+
+class Recipe(Protocol):
+    """What is learned, from which weights and in which order."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of weights and order."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How long a training is."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """How many there are by default."""
+        ...
+
+    @property
+    def data(self) -> str:
+        """The name of the data, where no packed file is given."""
+        ...
+
+    @property
+    def metric(self) -> str:
+        """The workload's."""
+        ...
+
+    def with_seed(self, seed: int) -> Recipe:
+        """Return the same with other weights and in another order."""
+        ...
+
+    def open(self, corpus: Path | None, workers: int, device: torch.device) -> Workload:
+        """Return the workload; its data is a packed file, or else what the recipe says."""
+        ...
+
+    def pack(self, path: Path) -> None:
+        """Write what the recipe says as one file."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says about the data and the recipe; None: nothing."""
+
+    data_dir: Path | None = None
+    corpus: Path | None = None
+    batch: int | None = None
+    steps: int | None = None
+    pairs: Sequence[tuple[str, str]] = ()
