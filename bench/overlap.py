@@ -64,7 +64,7 @@ def time_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict
     bucket_mb = 4 * width * width / 2**20  # about one layer a bucket
     kinds = ("backward", "serial", "overlapped")
     models = {name: DistributedDataParallel(make_net(width, layers), bucket_cap_mb=bucket_mb) for name in kinds}
-    algorithm = oktopk.OkTopk(density=density)
+    algorithm = oktopk.OkTopk(density=density, wire="fp32", ranking="magnitude")
     serial = oktopk.attach(models["serial"], algorithm, dense_steps=0, clip=NO_CLIP)
     overlapped = oktopk.attach(models["overlapped"], algorithm, dense_steps=0)
     x = torch.randn(batch, width, generator=torch.Generator().manual_seed(dist.get_rank()))

@@ -85,7 +85,7 @@ def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
 
 
 def _selection_laps(comm: Comm, numel: int, density: float, rounds: int) -> list[dict[str, float]]:
-    reducer, out = Reducer(OkTopk(density=density), comm), torch.zeros(numel)
+    reducer, out = Reducer(OkTopk(density=density, wire="fp32", ranking="magnitude"), comm), torch.zeros(numel)
     pool = [heavy_tailed(numel, seed=i) for i in range(POOL)]
     laps = []
     for turn in range(WARM_UP + rounds):
@@ -227,8 +227,8 @@ class TopK:
 
 def _contenders(numel: int, density: float) -> dict[str, Contender]:
     return {
-        "oktopk bounded": Step(OkTopk(density=density), numel),
-        "oktopk paper": Step(OkTopk(density=density, mode="paper"), numel),
+        "oktopk bounded": Step(OkTopk(density=density, wire="fp32", ranking="magnitude"), numel),
+        "oktopk paper": Step(OkTopk(density=density, wire="fp32", ranking="magnitude", mode="paper"), numel),
         "dense all_reduce": DenseSum(numel),
         "torch.topk alone": TopK(num_selected(numel, density)),
     }

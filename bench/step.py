@@ -72,7 +72,7 @@ def time_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict
     width, layers, batch = shape
     models = {name: DistributedDataParallel(make_net(width, layers)) for name in ("plain DDP", *OVER)}
     models["torch's hook"].register_comm_hook(None, default_hooks.allreduce_hook)
-    algorithm = oktopk.OkTopk(density=density)
+    algorithm = oktopk.OkTopk(density=density, wire="fp32", ranking="magnitude")
     attached = [
         oktopk.attach(models["dense phase"], algorithm, dense_steps=10**6),
         oktopk.attach(models["sparse phase"], algorithm, dense_steps=0),

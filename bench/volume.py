@@ -109,8 +109,8 @@ def _algorithms(density: float) -> dict[str, Algorithm]:
         "topkdsa": TopkDSA(density=density),
         "gtopk": GTopk(density=density),
         "gaussiank": GaussianK(density=density),
-        "oktopk bounded": OkTopk(density=density),
-        "oktopk paper": OkTopk(density=density, mode="paper"),
+        "oktopk bounded": OkTopk(density=density, wire="fp32", ranking="magnitude"),
+        "oktopk paper": OkTopk(density=density, wire="fp32", ranking="magnitude", mode="paper"),
     }
 
 

@@ -16,10 +16,15 @@ from oktopk.values import WIRES
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+PLAIN = {"ranking": "magnitude", "wire": "fp32"}
+"""Ok-Topk as the paper has it: for tests that say what exactly is delivered."""
+
 
 def algorithms(density: float, **periods: int) -> dict[str, Any]:
     """Return every algorithm in every setting that changes what it does, by name."""
-    made: dict[str, Any] = {"dense": Dense()}
+    if "repartition_every" in periods:
+        periods.setdefault("rescale_every", periods["repartition_every"])
+    made: dict[str, Any] = {"dense": Dense(), "oktopk-bounded-as-is": OkTopk(density=density, **periods)}
     for wire in WIRES:
         for cls in (TopkDSA, GTopk) if wire == "int8" else (TopkA, TopkDSA, GTopk, GaussianK):
             made[f"{cls.__name__.lower()}-{wire}"] = cls(density=density, wire=wire)

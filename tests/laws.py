@@ -99,7 +99,7 @@ def predicted(case: Case, rank: int) -> Cost:
 def bounded_words(case: Case) -> int:
     """Return 4c(P-1) words with c = ceil(slack k/P), and the two headers a peer gets (with int8, a scale in each)."""
     capacity = -(-case.algorithm.slack * wanted(case) // case.size)
-    header = HEADER_WORDS + (case.algorithm.wire == "int8")
+    header = HEADER_WORDS + (case.algorithm.codec(case.numel).wire == "int8")
     return int(4 * capacity + 2 * header) * (case.size - 1)
 
 

@@ -78,6 +78,8 @@ def test_an_unknown_wire(cls: Any) -> None:
         ({"cap": 0}, "cap must be at least 1"),
         ({"rethreshold_every": 0}, "rethreshold_every must be at least 1"),
         ({"repartition_every": -3}, "repartition_every must be at least 1"),
+        ({"rescale_every": 0}, "rescale_every must be at least 1"),
+        ({"wire": "atuo"}, "unknown wire.*Did you mean .auto."),
         ({"slack": float("nan")}, "slack must be at least 1"),
     ],
 )

@@ -54,13 +54,14 @@ def test_all_is_what_is_promised_and_exists() -> None:
 
 def test_the_settings_of_oktopk() -> None:
     assert {field.name: field.default for field in fields(oktopk.OkTopk)} == {
-        "density": 0.01,
+        "density": 0.03,
         "mode": "bounded",
-        "ranking": "magnitude",
-        "wire": "fp32",
+        "ranking": "scaled",
+        "wire": "auto",
         "slack": 1.25,
         "rethreshold_every": 32,
         "repartition_every": 64,
+        "rescale_every": 16,
         "cap": 2.0,
     }
 

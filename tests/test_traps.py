@@ -12,7 +12,7 @@ from oktopk import NonFiniteError, OkTopk, Reducer, Sparse
 from oktopk.algorithms.base import Reduced
 from oktopk.partition import balanced_cuts, consensus, even_cuts, rebalanced_cuts
 from oktopk.wire import Codec
-from tests.cases import NAMES, OKTOPK_NAMES, Case, algorithms, take_step, trace
+from tests.cases import NAMES, OKTOPK_NAMES, PLAIN, Case, algorithms, take_step, trace
 from tests.harness import on_threads
 from tests.laws import check_every_law, predicted, same_bits, same_run, selected_limit, wanted
 
@@ -380,7 +380,7 @@ def test_cuts_of_an_empty_selection_are_even() -> None:
 @BOTH_MODES
 def test_all_large_values_in_one_region(mode: str) -> None:
     """The regions have to follow the gradient, or one owner would do all the work and most would wait."""
-    case = Case(OkTopk(density=0.05, mode=mode), size=4, numel=4000, kind="skew", steps=6)
+    case = Case(OkTopk(density=0.05, mode=mode, **PLAIN), size=4, numel=4000, kind="skew", steps=6)
     by_rank = on_threads(4, trace, case)
     check_every_law(case, by_rank)
     for steps in by_rank:

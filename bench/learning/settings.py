@@ -21,7 +21,7 @@ class Setting:
     """One way to train. Before step `dense_steps` all settings are alike: dense, with the recipe's optimizer.
 
     algorithm       of the sparse steps; dense goes on dense
-    density, ranking, wire, slack, mode    of the algorithm, where it has them; `rescale_every`: `repartition_every`
+    density, ranking, wire, slack, mode    of the algorithm, where it has them; so is `rescale_every`
     ramp            densities before the last one, each with its steps: "0.25x14 0.05x14"
     parts           whole: one exchange; tensor: one for each parameter tensor, k spread by its size
 
@@ -110,7 +110,7 @@ class Setting:
         """Return the algorithm of a sparse step, counted from the switch."""
         known = ALGORITHMS[self.algorithm].__dataclass_fields__
         values: dict[str, Any] = {"density": self.density_at(sparse_step), "ranking": self.ranking, "mode": self.mode}
-        values |= {"wire": self.wire, "slack": self.slack, "repartition_every": self.rescale_every}
+        values |= {"wire": self.wire, "slack": self.slack, "rescale_every": self.rescale_every}
         if self.is_weighted:
             values["ranking"] = "magnitude"
         return make_algorithm(self.algorithm, **{name: value for name, value in values.items() if name in known})

@@ -1,6 +1,6 @@
 """Sparse allreduce for data-parallel training on PyTorch.
 
-    reducer = oktopk.Reducer(oktopk.OkTopk(density=0.01), oktopk.ProcessGroupComm())
+    reducer = oktopk.Reducer(oktopk.OkTopk(), oktopk.ProcessGroupComm())
     mean = reducer.all_reduce(grad)
 
 See `Reducer`, the algorithms (`OkTopk` first), and `run_local` for trying them without processes.

@@ -99,7 +99,7 @@ def agreement(peers: int, collective: str = "all_gather") -> Cost:
 def predict(algorithm: Any, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
     """Return what `rank` of `size` sends in one step of `algorithm` on `numel` elements (in so many segments).
 
-    >>> predict(OkTopk(density=0.01), 1_000_000, 4).most
+    >>> predict(OkTopk(density=0.01, wire="fp32"), 1_000_000, 4).most
     37524
     """
     raise SettingError(f"no cost model for {type(algorithm).__name__}")
@@ -160,7 +160,7 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
 
 @predict.register
 def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
+    k, codec = num_selected(numel, algorithm.density), algorithm.codec(numel)
     peers = size - 1
     if algorithm.mode == "bounded":
         words = codec.words(room(k, algorithm.slack, size)) * peers

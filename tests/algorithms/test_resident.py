@@ -15,6 +15,7 @@ import oktopk
 import oktopk.reducer
 from oktopk.algorithms.resident import Resident
 from oktopk.kernels.blocks import HEADER_WORDS, TILE
+from tests.cases import PLAIN
 
 Made = Callable[[int, int], Tensor]
 
@@ -33,7 +34,7 @@ def reduce_steps(size: int, numel: int, steps: int, density: float, gradient: Ma
     """Return each rank's results, its gradients, and the residuals after each step."""
 
     def work(comm: oktopk.Comm) -> tuple[list[Tensor], ...]:
-        reducer = oktopk.Reducer(oktopk.OkTopk(density=density), comm)
+        reducer = oktopk.Reducer(oktopk.OkTopk(density=density, **PLAIN), comm)
         grads = [gradient(comm.rank, step) for step in range(steps)]
         results, residuals = [], []
         for grad in grads:
@@ -98,7 +99,7 @@ def test_counts_and_traffic_stay_in_their_bounds(size: int, alike: bool) -> None
     capacity = math.ceil(1.25 * k / size)
 
     def work(comm: oktopk.Comm) -> list[tuple[int, int, int]]:
-        reducer, seen = oktopk.Reducer(oktopk.OkTopk(density=density), comm), []
+        reducer, seen = oktopk.Reducer(oktopk.OkTopk(density=density, **PLAIN), comm), []
         for step in range(60):
             same = 3 * heavy_tailed(comm.rank, 999, numel) if alike else 0
             reducer.all_reduce(heavy_tailed(comm.rank, step, numel) + same)
@@ -117,7 +118,7 @@ def test_regions_follow_the_gradient() -> None:
     """All that is large lies in a tenth of the vector: once the cuts are fairer, all owners have their share."""
 
     def work(comm: oktopk.Comm) -> tuple[int, ...]:
-        reducer = oktopk.Reducer(oktopk.OkTopk(density=0.02), comm)
+        reducer = oktopk.Reducer(oktopk.OkTopk(density=0.02, **PLAIN), comm)
         for step in range(40):
             grad = heavy_tailed(comm.rank, step, 40_000)
             grad[4000:] *= 1e-4
@@ -133,7 +134,7 @@ def test_regions_follow_the_gradient() -> None:
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
 def test_a_step_that_is_not_finite_changes_nothing(on_nonfinite: str) -> None:
     def work(comm: oktopk.Comm) -> None:
-        reducer = oktopk.Reducer(oktopk.OkTopk(density=0.1), comm, on_nonfinite=on_nonfinite)
+        reducer = oktopk.Reducer(oktopk.OkTopk(density=0.1, **PLAIN), comm, on_nonfinite=on_nonfinite)
         reducer.all_reduce(heavy_tailed(comm.rank, 0, 3000))
         before = reducer.residual
         grad = heavy_tailed(comm.rank, 1, 3000)
@@ -155,11 +156,11 @@ def test_a_step_that_is_not_finite_changes_nothing(on_nonfinite: str) -> None:
 
 def test_going_on_from_a_checkpoint_is_never_having_stopped() -> None:
     def work(comm: oktopk.Comm) -> tuple[Tensor, Tensor]:
-        whole = oktopk.Reducer(oktopk.OkTopk(density=0.05), comm)
+        whole = oktopk.Reducer(oktopk.OkTopk(density=0.05, **PLAIN), comm)
         for step in range(7):
             whole.all_reduce(heavy_tailed(comm.rank, step))
         saved = whole.state_dict()
-        again = oktopk.Reducer(oktopk.OkTopk(density=0.05), comm)
+        again = oktopk.Reducer(oktopk.OkTopk(density=0.05, **PLAIN), comm)
         again.load_state_dict(saved)
         results = []
         for reducer in (whole, again):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, TopkA, TopkDSA
-from tests.cases import Case, trace
+from tests.cases import PLAIN, Case, trace
 from tests.harness import on_threads
 from tests.laws import same_bits, same_run, wanted
 
@@ -89,7 +89,7 @@ def test_gaussiank_is_the_sum_of_about_k_of_each_rank(kind: str) -> None:
 @SIZES
 @pytest.mark.parametrize("kind", ["heavy tails", "correlated ranks", "skew"])
 def test_paper_delivers_the_k_largest_of_the_sum_of_each_ranks_k_largest(size: int, kind: str) -> None:
-    case = Case(OkTopk(density=0.1, mode="paper"), size, 200, kind)
+    case = Case(OkTopk(density=0.1, mode="paper", **PLAIN), size, 200, kind)
     expected = largest(sum(largest(grad, 20) for grad in gradients(case)), 20)
     assert close(delivered(case), expected)
 
@@ -98,7 +98,7 @@ def test_paper_delivers_the_k_largest_of_the_sum_of_each_ranks_k_largest(size: i
 @pytest.mark.parametrize("kind", ["heavy tails", "correlated ranks"])
 def test_bounded_delivers_the_largest_of_each_region(size: int, kind: str) -> None:
     """With room enough for all (slack 8), so that only the owners' choice is left to see: demand/P of each region."""
-    case = Case(OkTopk(density=0.1, slack=8.0), size, 200, kind)
+    case = Case(OkTopk(density=0.1, slack=8.0, **PLAIN), size, 200, kind)
     selected = torch.stack([largest(grad, 20) for grad in gradients(case)])
     regions = [selected[:, i * 200 // size : (i + 1) * 200 // size] for i in range(size)]
     shares = [math.ceil(int(region.count_nonzero()) / size) for region in regions]
@@ -133,7 +133,9 @@ def test_a_scaled_ranking_changes_the_choice_and_never_the_values(wire: str) -> 
     assert int(chosen.sum()) == 20
 
 
-@pytest.mark.parametrize("algorithm", [TopkA(density=0.05), GTopk(density=0.05), OkTopk(density=0.05, mode="paper")])
+@pytest.mark.parametrize(
+    "algorithm", [TopkA(density=0.05), GTopk(density=0.05), OkTopk(density=0.05, mode="paper", **PLAIN)]
+)
 def test_identical_ranks_have_the_result_of_one(algorithm: Any) -> None:
     """Sums of four equal numbers are exact, so that every bit has to agree."""
     one = Case(algorithm, 1, 400, "identical ranks", steps=5)
@@ -184,7 +186,7 @@ def test_paper_sends_in_rotation_so_that_nobody_is_everybodys_next() -> None:
 
 @pytest.mark.parametrize("pairs", [1, 7, 64])
 def test_paper_has_the_same_bits_whatever_the_size_of_a_bucket(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(OkTopk(density=0.2, mode="paper", rethreshold_every=2), 4, 900, "skew")
+    case = Case(OkTopk(density=0.2, mode="paper", rethreshold_every=2, **PLAIN), 4, 900, "skew")
     whole = on_threads(4, trace, case)
     monkeypatch.setattr("oktopk.algorithms.paper.BUCKET_PAIRS", pairs)
     same_run(on_threads(4, trace, case), whole)
@@ -192,7 +194,7 @@ def test_paper_has_the_same_bits_whatever_the_size_of_a_bucket(pairs: int, monke
 
 def test_bounded_is_two_collectives_a_step_and_no_other_message() -> None:
     def job(comm: Any) -> Any:
-        case = Case(OkTopk(density=0.05), comm.size, 1000, "skew", steps=70)  # across a repartition
+        case = Case(OkTopk(density=0.05), comm.size, 1000, "skew", steps=70)  # across new scales
         reducer = case.reducer(comm)
         for step in range(case.steps):
             reducer.all_reduce(case.gradient(comm.rank, step))
@@ -206,7 +208,7 @@ def test_bounded_is_two_collectives_a_step_and_no_other_message() -> None:
 
 def test_paper_balances_a_gather_where_one_owner_has_everything() -> None:
     """Regions go stale between repartitions; then all that is kept may lie with one owner."""
-    case = Case(OkTopk(density=0.05, mode="paper", repartition_every=1000), 4, 2000)
+    case = Case(OkTopk(density=0.05, mode="paper", repartition_every=1000, **PLAIN), 4, 2000)
 
     def job(comm: Any) -> list[Any]:
         reducer, records = case.reducer(comm), []

@@ -27,6 +27,7 @@ ALGORITHMS = [
     oktopk.GTopk(density=0.05),
     oktopk.GaussianK(density=0.05),
     oktopk.OkTopk(density=0.05),
+    oktopk.OkTopk(density=0.05, ranking="magnitude", wire="fp32"),
     oktopk.OkTopk(density=0.05, wire="bf16"),
     oktopk.OkTopk(density=0.05, mode="paper"),
 ]
@@ -48,7 +49,8 @@ def check_that_nothing_waits_for_the_host() -> None:
     """Let torch refuse every operation of a step that would wait for the GPU."""
     if dist.get_backend() != "nccl":
         return  # gloo brings all to the host itself
-    reducer = oktopk.Reducer(oktopk.OkTopk(density=0.01), oktopk.ProcessGroupComm())
+    algorithm = oktopk.OkTopk(density=0.01, ranking="magnitude", wire="fp32")
+    reducer = oktopk.Reducer(algorithm, oktopk.ProcessGroupComm())
     grad = torch.randn(1_000_000, device="cuda:0")
     reducer.all_reduce(grad)
     torch.cuda.synchronize()

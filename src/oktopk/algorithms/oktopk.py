@@ -19,12 +19,15 @@ from oktopk.algorithms.base import OkTopkState, Reduced, num_wanted
 from oktopk.errors import one_of, within
 from oktopk.partition import even_cuts
 from oktopk.seen import Seen
-from oktopk.select import Ranking
-from oktopk.values import check_wire
+from oktopk.select import Ranking, num_selected
+from oktopk.values import WIRES
 from oktopk.wire import Codec
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
+
+AUTO = "auto"
+"""The wire that is chosen for each vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,30 +37,36 @@ class OkTopk:
     density             the part of the elements that a step delivers, in (0, 1]
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
     ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (a row of a matrix)
-    wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes
+    wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes and
+                        less; "auto": int8, but fp32 where everything travels, so that density 1 equals dense
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')
-    repartition_every   steps between updates of the scales and, paper, between partitions of the index space (tau)
+    repartition_every   paper: steps between partitions of the index space (tau)
+    rescale_every       steps between updates of the scales
     cap                 paper: no step selects more than cap * k pairs; the rest waits in the residual
+
+    The defaults are those that came to dense's word error rate in as many steps (`docs/learning.md`).
     """
 
-    density: float = 0.01
+    density: float = 0.03
     mode: str = "bounded"
-    ranking: str = "magnitude"
-    wire: str = "fp32"
+    ranking: str = "scaled"
+    wire: str = AUTO
     slack: float = 1.25
     rethreshold_every: int = 32
     repartition_every: int = 64
+    rescale_every: int = 16
     cap: float = 2.0
 
     def __post_init__(self) -> None:
         within("density", self.density, 0, 1, open_low=True)
         one_of("mode", self.mode, ("bounded", "paper"))
         one_of("ranking", self.ranking, ("magnitude", "scaled"))
-        check_wire(self.wire)
+        one_of("wire", self.wire, (AUTO, *WIRES))
         within("slack", self.slack, 1)
         within("rethreshold_every", self.rethreshold_every, 1)
         within("repartition_every", self.repartition_every, 1)
+        within("rescale_every", self.rescale_every, 1)
         within("cap", self.cap, 1)
 
     @property
@@ -71,6 +80,12 @@ class OkTopk:
         ranking = Ranking.by_segment(numel, segments) if scaled else Ranking.by_magnitude(numel)
         return OkTopkState(numel, cuts=even_cuts(numel, comm.size), ranking=ranking)
 
+    def codec(self, numel: int) -> Codec:
+        """Return how pairs of a vector of this length travel."""
+        if self.wire != AUTO:
+            return Codec(numel, self.wire)
+        return Codec(numel, "int8" if num_selected(numel, self.density) < numel else "fp32")
+
     def look_out(self, state: OkTopkState) -> Seen | None:
         """Return where to note what may be selected while acc is made (bounded)."""
         if self.mode == "paper" or self.density > bounded.SPARSE_ENOUGH:
@@ -80,12 +95,16 @@ class OkTopk:
 
     def reduce(self, acc: Tensor, state: OkTopkState, comm: Comm) -> Reduced:
         """Return about k pairs: the largest of the sum of what the ranks selected."""
-        k, codec = num_wanted(state, self.density), Codec(state.numel, self.wire)
-        repartition = state.step % self.repartition_every == 0
+        k, codec = num_wanted(state, self.density), self.codec(state.numel)
+        rescale = state.step % self.rescale_every == 0
         if self.mode == "bounded":
-            reduced = bounded.reduce(acc, state, comm, codec, k, self.slack, repartition)
+            reduced = bounded.reduce(acc, state, comm, codec, k, self.slack, rescale)
         else:
-            rethreshold = state.step % self.rethreshold_every == 0
-            reduced = paper.reduce(acc, state, comm, codec, k, int(self.cap * k), repartition, rethreshold)
+            due = paper.Due(
+                rescale=rescale,
+                repartition=state.step % self.repartition_every == 0,
+                rethreshold=state.step % self.rethreshold_every == 0,
+            )
+            reduced = paper.reduce(acc, state, comm, codec, k, int(self.cap * k), due)
         state.step += 1
         return reduced

@@ -40,28 +40,28 @@ BUCKET_PAIRS = 1 << 16
 """Pairs in one message of split-and-reduce: a bucket is unpacked while the next one travels."""
 
 
-def reduce(
-    acc: Tensor,
-    state: OkTopkState,
-    comm: Comm,
-    codec: Codec,
-    k: int,
-    cap: int,
-    repartition: bool,
-    rethreshold: bool,
-) -> Reduced:
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """What this step makes anew, before it selects: the scales, the partition (every tau), thresholds (every tau')."""
+
+    rescale: bool
+    repartition: bool
+    rethreshold: bool
+
+
+def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, cap: int, due: Due) -> Reduced:
     """Return about k pairs: the largest of the sum of what the ranks selected, at most `cap`."""
     with comm.phase("agree"):
-        if repartition and len(state.ranking.scale) > 1:
+        if due.rescale and len(state.ranking.scale) > 1:
             _agree_on_scales_(acc, state, comm)
     with comm.phase("select"):
-        sent = at_most(_select_locally(acc, state, k, rethreshold), cap, state.step)
+        sent = at_most(_select_locally(acc, state, k, due.rethreshold), cap, state.step)
     with comm.phase("agree"):
-        if repartition:
+        if due.repartition:
             state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
     region, lost = _split_and_reduce(Sparse.pick(acc, sent), state.cuts, codec, comm)
     with comm.phase("agree"):
-        kept, sizes = _select_globally(region, state, k, cap, rethreshold, comm)
+        kept, sizes = _select_globally(region, state, k, cap, due.rethreshold, comm)
     total, returned = _balance_and_allgather(kept, sizes, codec, comm)
     with comm.phase("apply"):
         taken, rounding = taken_of(sent, lost, total)

@@ -45,8 +45,11 @@ class Ours:
 
 Method = AllReduce | PowerSgd | Ours
 
+PLAIN: Mapping[str, Any] = MappingProxyType({"wire": "fp32", "ranking": "magnitude"})
+"""What Ok-Topk is measured with unless a method says otherwise: the paper's, not the library's defaults."""
+
 _NARROW = {
-    f"oktopk-{wire}": Ours(f"the same, {wire} values and packed indices", "oktopk", {"wire": wire})
+    f"oktopk-{wire}": Ours(f"the same, {wire} values and packed indices", "oktopk", {**PLAIN, "wire": wire})
     for wire in WIRES
     if wire != "fp32"
 }
@@ -61,8 +64,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "topkdsa": Ours("SparCML: regions, pairs or dense blocks", "topkdsa"),
         "gtopk": Ours("a tree of merges, each cut to k", "gtopk"),
         "gaussiank": Ours("a threshold from a fitted normal, then a gather", "gaussiank"),
-        "oktopk-paper": Ours("Ok-Topk in the paper's six steps", "oktopk", {"mode": "paper"}),
-        "oktopk": Ours("Ok-Topk with messages of fixed capacity, float32 values", "oktopk"),
+        "oktopk-paper": Ours("Ok-Topk in the paper's six steps", "oktopk", {**PLAIN, "mode": "paper"}),
+        "oktopk": Ours("Ok-Topk with messages of fixed capacity, float32 values", "oktopk", PLAIN),
         **_NARROW,
     }
 )
