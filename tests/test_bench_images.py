@@ -106,7 +106,7 @@ def test_every_worker_has_its_own_images_and_all_settings_the_same():
 
 def test_the_learning_rate_falls_to_nothing():
     made = workload()
-    assert [made.lr_at(step) for step in (0, 750, 1500)] == [0.05, 0.025, 0.0]
+    assert [made.lr_at(step) for step in (0, 750, 1500)] == [0.02, 0.01, 0.0]
 
 
 def test_images_learn_as_speech_does(tmp_path, capsys):

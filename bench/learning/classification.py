@@ -40,7 +40,7 @@ class ImageRecipe:
     data_dir: str = ""
     width: int = 64
     batch_size: int = 32
-    lr: float = 0.05
+    lr: float = 0.02
     momentum: float = 0.9
     nesterov: bool = True
     clip: float = 0.0
