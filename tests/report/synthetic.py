@@ -77,7 +77,7 @@ def make_step(
         "side_numel": SIDE if sparse else NUMEL, "nnz_by_owner": owned,
         "threshold": chance.random() if sparse else None, "global_threshold": chance.random() if sparse else None,
         "skipped": skipped, "reason": "a NaN" if skipped else None, "wait_seconds": first["wait"], "buckets": [],
-        "epoch": epoch, "loss": None if skipped else chance.uniform(0.5, 50), "lr": 0.1,
+        "epoch": epoch, "loss": None if skipped else chance.uniform(0.5, 50), "lr": 0.1, "momentum": 0.5,
         "grad_norm": None if skipped else chance.uniform(1, 9), "residual_norm": first["residual_norm"],
         "utterances": 8 * ranks, "split": {name: first[name] for name in SPLIT}, "ranks": by_rank,
     }  # fmt: skip

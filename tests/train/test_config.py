@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oktopk import OkTopk, TopkA
 from oktopk.errors import SettingError
-from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
+from oktopk.train.config import Config, Rates, describe_settings, make_config, parse_pairs
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,9 @@ def test_did_you_mean(typed: str, meant: str) -> None:
     [
         ("lr", "0"),
         ("lr", "-0.1"),
+        ("momentum", "1"),
+        ("sparse_momentum", "1"),
+        ("sparse_momentum", "-0.1"),
         ("lr", "nan"),
         ("lr", "inf"),
         ("clip", "-1"),
@@ -146,3 +150,32 @@ def test_the_algorithm_gets_the_settings_that_it_knows() -> None:
     assert "density=0.1" in str(Config(density=0.1, mode="paper").algorithm())
     assert "mode='paper'" in str(Config(density=0.1, mode="paper").algorithm())
     assert Config(compressor="dense", density=0.1).is_dense
+
+
+@given(momentum=st.floats(0, 0.99), sparse=st.floats(0, 0.99), lr=st.floats(1e-6, 1.0), epoch=st.integers(0, 30))
+def test_a_gradient_moves_the_weights_as_far_in_the_end_in_sparse_steps(
+    momentum: float, sparse: float, lr: float, epoch: int
+) -> None:
+    """lr / (1 - momentum) is that of dense steps, and the momentum is never more than theirs."""
+    config = Config(momentum=momentum, sparse_momentum=sparse, lr=lr)
+    before, after = (config.rates_at(epoch, phase) for phase in ("dense", "sparse"))
+    assert (before.lr, before.momentum) == (config.lr_at(epoch), momentum)
+    assert after.momentum == min(momentum, sparse)
+    assert after.lr / (1 - after.momentum) == pytest.approx(before.lr / (1 - before.momentum))
+
+
+def test_with_the_momentum_of_dense_steps_nothing_changes_at_the_switch() -> None:
+    config = Config(sparse_momentum=0.9)
+    assert config.rates_at(3, "sparse") == config.rates_at(3, "dense")
+
+
+@pytest.mark.parametrize("phase", ["dense", "sparse"])
+def test_with_momentum_correction_the_optimizer_has_none(phase: str) -> None:
+    config = Config(momentum_correction=True)
+    assert config.rates_at(2, phase) == Rates(config.lr_at(2), 0.0)
+
+
+def test_the_wire_is_the_algorithms_own_unless_it_is_named() -> None:
+    assert Config().algorithm() == OkTopk()
+    assert Config(compressor="topka").algorithm() == TopkA(density=0.03)
+    assert Config(compressor="topka", wire="int8").algorithm() == TopkA(density=0.03, wire="int8")

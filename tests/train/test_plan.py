@@ -63,6 +63,21 @@ def test_steps_add_up(utterances: int, workers: int, batch: int, passes: int, ep
     assert (plan.warning is None) == (plan.sparse_steps > 0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "momentum 0.9, in sparse steps 0.5 at 5 x lr,"),
+        ({"compressor": "dense"}, "momentum 0.9,"),
+        ({"sparse_momentum": 0.9}, "momentum 0.9,"),
+        ({"momentum_correction": True}, "momentum 0.9,"),
+    ],
+)
+def test_the_momentum_is_told(settings: dict[str, Any], said: str) -> None:
+    learning = list(plan_of(**settings).table().columns[1].cells)[-1]
+    assert said in str(learning)
+    assert ("sparse steps" in str(learning)) == ("sparse steps" in said)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_bytes(workers: int) -> None:
     plan = plan_of(workers=workers)

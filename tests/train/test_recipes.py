@@ -26,6 +26,13 @@ def test_every_recipe_is_a_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_says_only_what_is_not_the_default(name: str) -> None:
+    usual = vars(Config())
+    same = [key for key, value in load_recipe(name).settings.items() if usual[key] == value]
+    assert set(same) <= {"dnn", "dataset", "max_epochs"}  # by which one knows what it is
+
+
+@pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_reaches_its_sparse_steps(name: str) -> None:
     recipe = load_recipe(name)
     config = make_config(recipe.settings)

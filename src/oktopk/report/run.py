@@ -37,7 +37,7 @@ ENDS = ("end", "failed")
 _STEP = (
     "step", "epoch", "numel", "wanted", "selected", "nnz", "side_numel", "world_size", "sparsity", "compression_ratio",
     "nominal_bytes", "sent_bytes", "received_bytes", "messages", "threshold", "global_threshold", "skipped", "loss",
-    "lr", "grad_norm", "residual_norm", "utterances",
+    "lr", "momentum", "grad_norm", "residual_norm", "utterances",
 )  # fmt: skip
 _EPOCH = ("train_loss", "val_loss", "wer", "cer", "lr", "epoch_seconds")
 _BY_NAME = ("split", "seconds", "sent_by_phase")

@@ -14,6 +14,7 @@ from oktopk.train.rundir import writing
 STEP_TAGS = {
     "loss/each_step": "loss",
     "learning/lr": "lr",
+    "learning/momentum": "momentum",
     "norm/gradient_delivered": "grad_norm",
     "norm/residual": "residual_norm",
     "compression/sparsity": "sparsity",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm
+from oktopk.algorithms.oktopk import AUTO
 from oktopk.errors import SettingError, one_of, within
 from oktopk.train.data.features import Augmentation
 from oktopk.train.models import MODELS
@@ -19,6 +20,16 @@ OFF = ("no", "off", "false", "0")
 ON = ("yes", "on", "true", "1")
 MAX_SEED = 2**63 - 1
 MAX_FLOAT = sys.float_info.max
+MOST_MOMENTUM = 0.9999
+"""From 1 on a gradient never ends to move the weights."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The optimizer's figures in one step."""
+
+    lr: float
+    momentum: float
 
 
 def setting(default: Any, text: str) -> Any:
@@ -46,6 +57,11 @@ class Config:
     lr: float = setting(0.001, "learning rate of the first epoch")
     lr_anneal: float = setting(1.01, "the learning rate is divided by this after each epoch")
     momentum: float = setting(0.9, "of SGD")
+    sparse_momentum: float = setting(
+        0.5,
+        "of SGD in sparse steps, if that is less: the learning rate rises so that lr / (1 - momentum) stays; "
+        "not with momentum_correction",
+    )
     nesterov: bool = setting(True, "Nesterov's momentum")
     weight_decay: float = setting(0.0, "of SGD")
     clip: float = setting(400.0, "largest norm of the gradient; 0: no limit")
@@ -56,11 +72,11 @@ class Config:
     )
 
     compressor: str = setting("oktopk", "the algorithm: " + ", ".join(sorted(ALGORITHMS)))
-    density: float = setting(0.02, "the part of the gradient that a sparse step sends")
+    density: float = setting(0.03, "the part of the gradient that a sparse step sends")
     dense_steps: int = setting(128, "steps before the first sparse one")
     ranking: str = setting("scaled", "oktopk: what is large: magnitude, or scaled (by the rms of its row)")
     mode: str = setting("bounded", "oktopk: bounded (a hard cap on traffic) or paper")
-    wire: str = setting("fp32", "values as they travel: fp32, bf16 or int8")
+    wire: str = setting(AUTO, "values as they travel: fp32, bf16, int8; auto: int8 with oktopk, fp32 with the others")
     momentum_correction: bool = setting(False, "DGC: momentum before selection, in place of the optimizer's")
 
     seed: int = setting(0, "of weights, order and augmentation")
@@ -81,8 +97,10 @@ class Config:
         one_of("choice for on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         for name in ("max_epochs", "batch_size", "nsteps_update", "utterances", "val_utterances", "validate_every"):
             within(name, getattr(self, name), 1)
-        for name in ("momentum", "weight_decay", "clip", "dense_steps", "max_steps", "threads"):
+        for name in ("weight_decay", "clip", "dense_steps", "max_steps", "threads"):
             within(name, getattr(self, name), 0)
+        for name in ("momentum", "sparse_momentum"):
+            within(name, getattr(self, name), 0, MOST_MOMENTUM)
         within("checkpoint_every", self.checkpoint_every, 0)
         within("seed", self.seed, 0, MAX_SEED)
         for name in ("lr", "lr_anneal", "clip", "weight_decay", "timeout_s"):
@@ -96,7 +114,7 @@ class Config:
         """Return the algorithm of the sparse steps."""
         known = ALGORITHMS[self.compressor].__dataclass_fields__
         chosen = {name: getattr(self, name) for name in ("density", "ranking", "mode", "wire") if name in known}
-        return make_algorithm(self.compressor, **chosen)
+        return make_algorithm(self.compressor, **{name: value for name, value in chosen.items() if value != AUTO})
 
     @property
     def is_dense(self) -> bool:
@@ -107,8 +125,16 @@ class Config:
         """Return how the training utterances are varied."""
         return Augmentation() if self.augment else None
 
+    def rates_at(self, epoch: int, phase: str) -> Rates:
+        """Return the learning rate and the momentum of the optimizer in a dense or a sparse step of an epoch."""
+        lr = self.lr_at(epoch)
+        if self.momentum_correction:
+            return Rates(lr, 0.0)
+        momentum = min(self.momentum, self.sparse_momentum) if phase == "sparse" else self.momentum
+        return Rates(lr * (1 - momentum) / (1 - self.momentum) if momentum != self.momentum else lr, momentum)
+
     def lr_at(self, epoch: int) -> float:
-        """Return the learning rate of an epoch, from 0."""
+        """Return the learning rate of an epoch's dense steps, from 0."""
         return self.lr / self.lr_anneal**epoch
 
     def to_json(self) -> str:

@@ -22,7 +22,7 @@ from oktopk.report.shown import megabytes
 from oktopk.report.summary import finite
 from oktopk.telemetry import PHASES, StepRecord
 from oktopk.train import checkpoint
-from oktopk.train.config import Config
+from oktopk.train.config import Config, Rates
 from oktopk.train.console import Console
 from oktopk.train.corpus import Corpus
 from oktopk.train.data.loader import Batch, Batches
@@ -73,12 +73,12 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn).to(self.device)
         self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
-        correction = config.momentum if config.momentum_correction else None
+        rates = config.rates_at(0, "dense")
         self.optimizer = torch.optim.SGD(
             self.net.parameters(),
-            lr=config.lr,
-            momentum=0.0 if correction else config.momentum,
-            nesterov=config.nesterov and not correction and config.momentum > 0,
+            lr=rates.lr,
+            momentum=rates.momentum,
+            nesterov=config.nesterov and rates.momentum > 0,
             weight_decay=config.weight_decay,
         )
         self.sparse = oktopk.attach(
@@ -87,7 +87,7 @@ class Trainer:
             dense_steps=NEVER if config.is_dense else config.dense_steps,
             exclude=travel_dense(self.net, config.density),
             clip=config.clip if config.clip and config.clip_place == "local" else None,
-            momentum=correction,
+            momentum=config.momentum if config.momentum_correction else None,
             on_nonfinite="skip",  # the loop tells what it was, and stops if it has to
             timeout=config.timeout_s,
         )
@@ -145,9 +145,6 @@ class Trainer:
 
     def _run_epoch(self) -> None:
         progress = self.progress
-        lr = self.config.lr_at(progress.epoch)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         start, left = time.perf_counter(), self.plan.steps_per_epoch - progress.step_of_epoch
         limit = self.config.max_steps
         self.console.begin_epoch(progress.epoch, min(left, limit - progress.step) if limit else left)
@@ -155,11 +152,11 @@ class Trainer:
         passes = self.config.nsteps_update
         batches = self.train_batches.epoch(progress.epoch, progress.step_of_epoch * passes)
         while not (self._is_epoch_whole or self._is_over()):
-            self._step(batches, lr)
+            self._step(batches)
             self._checkpoint_if_due()
-        self._end_epoch(lr, time.perf_counter() - start)
+        self._end_epoch(time.perf_counter() - start)
 
-    def _step(self, batches: Iterator[Batch], lr: float) -> None:
+    def _step(self, batches: Iterator[Batch]) -> None:
         """Make one step: forward and backward, the exchange within backward, the update; then tell what it was."""
         laps, buffers = _Laps(), [buffer.clone() for buffer in self.net.buffers()]
         work = [batch.to(self.device) for batch in islice(batches, self.config.nsteps_update)]
@@ -174,7 +171,8 @@ class Trainer:
         utterances = sum(len(batch.frames) for batch in work)
         if made.skipped:
             self._put_back(buffers)
-        norm = None if made.skipped else self._update(made.phase)
+        rates = self.config.rates_at(self.progress.epoch, made.phase)
+        norm = None if made.skipped else self._update(made.phase, rates)
         laps.end("update")
         ranks = gather(
             [loss, utterances, characters, made.sent_bytes, made.received_bytes, made.selected]
@@ -183,8 +181,8 @@ class Trainer:
             + [made.seconds.get(name, 0.0) for name in PHASES]
             + [made.sent_by_phase.get(name, 0) for name in PHASES]
         )
-        self._check_health(made, ranks, lr, norm)
-        self._tell(made, ranks, lr, norm)
+        self._check_health(made, ranks, rates.lr, norm)
+        self._tell(made, ranks, rates, norm)
 
     def _residual_norm(self, made: StepRecord) -> float:
         """Return the norm of what this rank holds back, NaN where it is not looked at."""
@@ -209,11 +207,16 @@ class Trainer:
         for buffer, before in zip(self.net.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def _update(self, phase: str) -> float:
-        """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before."""
+    def _update(self, phase: str, rates: Rates) -> float:
+        """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before.
+
+        At the switch the momentum buffers stay as they are.
+        """
         clipped = self.config.clip_place == "global" or phase == "dense"  # the exchange clips its sparse steps only
         clip = self.config.clip if self.config.clip and clipped else math.inf
         norm = float(clip_grad_norm_(self.net.parameters(), clip))
+        for group in self.optimizer.param_groups:
+            group.update(lr=rates.lr, momentum=rates.momentum)
         self.optimizer.step()
         return norm
 
@@ -236,7 +239,7 @@ class Trainer:
             raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
         self.console.warn(message)
 
-    def _tell(self, made: StepRecord, ranks: list[list[float]], lr: float, norm: float | None) -> None:
+    def _tell(self, made: StepRecord, ranks: list[list[float]], rates: Rates, norm: float | None) -> None:
         progress, losses = self.progress, [loss for loss, *_ in ranks]
         loss = finite(math.fsum(losses) / len(losses))
         if loss is not None:
@@ -246,7 +249,8 @@ class Trainer:
             **asdict(replace(made, buckets=())),
             epoch=progress.epoch,
             loss=loss,
-            lr=lr,
+            lr=rates.lr,
+            momentum=rates.momentum,
             grad_norm=finite(norm),
             residual_norm=by_rank[self.place.rank]["residual_norm"],
             utterances=int(sum(row[1] for row in ranks)),
@@ -274,7 +278,7 @@ class Trainer:
         self.scribe.event("first-sparse", made.step, message)
         self.console.say(message)
 
-    def _end_epoch(self, lr: float, seconds: float) -> None:
+    def _end_epoch(self, seconds: float) -> None:
         progress = self.progress
         last = progress.epoch + 1 == self.config.max_epochs or self._is_over()
         due = last or (progress.epoch + 1) % self.config.validate_every == 0
@@ -283,7 +287,7 @@ class Trainer:
             epoch=progress.epoch,
             step=progress.step,
             train_loss=progress.train_loss,
-            lr=lr,
+            lr=self.optimizer.param_groups[0]["lr"],  # of its last step
             epoch_seconds=seconds,
             validated=due,
             **figures,

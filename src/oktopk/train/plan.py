@@ -88,11 +88,17 @@ class Plan:
             f"{dense:,} dense, {self.sparse_steps:,} sparse",
             "exchange": self._exchange(),
             "learning": f"lr {config.lr:g}, divided by {config.lr_anneal:g} an epoch; "
-            f"momentum {config.momentum:g}, clip {config.clip:g} ({config.clip_place})",
+            f"momentum {self._momentum()}, clip {config.clip:g} ({config.clip_place})",
         }
         for name, text in rows.items():
             table.add_row(name, text)
         return table
+
+    def _momentum(self) -> str:
+        dense, sparse = (self.config.rates_at(0, phase) for phase in ("dense", "sparse"))
+        if self.config.is_dense or sparse == dense:
+            return f"{self.config.momentum:g}"
+        return f"{dense.momentum:g}, in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:g} x lr"
 
     def _exchange(self) -> str:
         dense = f"a dense step sends {megabytes(self.dense_bytes)} a worker"

@@ -4,7 +4,7 @@ Every line is an object with a `kind`:
 
     run      at the start: settings, workers, plan
     step     a step: the fields of `StepRecord` as rank 0 measured them, and
-             epoch, loss (mean over workers), lr, grad_norm, residual_norm, utterances (of all workers),
+             epoch, loss (mean over workers), lr, momentum, grad_norm, residual_norm, utterances (of all workers),
              split (seconds of the step on rank 0: data, compute, wait, update) and ranks (the same figures by worker)
     epoch    after an epoch: train_loss, and val_loss, wer, cer if it was validated
     event    something that happened: event, step, message

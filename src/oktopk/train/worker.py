@@ -26,7 +26,9 @@ from oktopk.train.rundir import RunDir
 from oktopk.train.scribe import Scribe
 from oktopk.train.together import all_or_none, lost_peers_named, share
 
-NOT_LEARNING = frozenset({"compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction"})
+NOT_LEARNING = frozenset(
+    {"compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction", "sparse_momentum"}
+)
 PLACES = frozenset({"data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite"})
 """Settings in which a run may differ from its recipe and still be compared with the recipe's dense reference."""
 
