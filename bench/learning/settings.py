@@ -42,8 +42,8 @@ class Setting:
                     waits on
     ceiling         times the rms of what is delivered: no value is larger, the rest waits; 0: none
 
-    scale_over      what has a scale of its own in weighted ranking: tensor, row, or the length of a block; "": the
-                    algorithm ranks by itself
+    scale_over      what has a scale of its own in weighted ranking: tensor, row, or the length of a block; all ranks
+                    agree on these; "": the algorithm ranks by itself, by rows, by each rank's own scales (bounded)
     scale_every     steps between updates of these scales
     scale_memory    of their squares: 0 takes the last ones, 0.9 a running average
     age_power       ranking is weighted by (1 + age / age_steps) ** age_power, age counting since the last delivery
@@ -55,7 +55,7 @@ class Setting:
     ranking: str = "scaled"
     wire: str = "fp32"
     slack: float = 1.25
-    rescale_every: int = 64
+    rescale_every: int = 16
     mode: str = "bounded"
     dense_steps: int = 128
     ramp: str = ""
@@ -139,8 +139,11 @@ EF21M = "scaled-1+ef21=0.1+momentum=0+nesterov=0+lr_scale=10"
 
 DGC = "scaled-1+local_momentum=0.9+momentum=0+nesterov=0"
 
+# "default" is the library's defaults with the trainer's momentum. "scaled" is the algorithm's own ranking, by rows; in
+# the runs of 2026-11-16 it was by tensors, anew every 64 steps: "scale-tensor" comes near that.
 CATALOGUE: dict[str, str] = {
     "dense": "algorithm=dense",
+    "default": f"density=0.03+wire=auto+{KEEP_M5}",
     "dense-m0": f"dense+{KEEP_M0}",
     "dense-no-nesterov": "dense+nesterov=0",
     "magnitude-1": "ranking=magnitude",
@@ -173,6 +176,7 @@ CATALOGUE: dict[str, str] = {
     "age-2": "scaled-1+scale_over=tensor+age_power=2",
     "scale-tensor": "scaled-1+scale_over=tensor",
     "rescale-8": "scaled-1+rescale_every=8",
+    "rescale-64": "scaled-1+rescale_every=64",
     "scale-running": "scaled-1+scale_over=tensor+scale_every=4+scale_memory=0.9",
     "scale-row": "scaled-1+scale_over=row",
     "scale-row-running": "scaled-1+scale_over=row+scale_memory=0.8",
