@@ -111,9 +111,9 @@ def test_the_learning_rate_falls_to_nothing():
 
 def test_images_learn_as_speech_does(tmp_path, capsys):
     write(tmp_path / "data")
-    arguments = ["--recipe", "fashion", "--workers", "2", "--batch", "8", "--set", "width=16", "--set", "lr=0.1"]
+    arguments = ["--recipe", "fashion", "--workers", "2", "--batch", "8", "--set", "width=16", "--set", "lr=0.05"]
     main([*arguments, "--data-dir", f"{tmp_path}/data", "--pack", f"{tmp_path}/packed.pt"])
-    arguments += ["--steps", "12", "--dense-steps", "4", "--settings", "dense,magnitude-3+momentum=0.5+lr_scale=5"]
+    arguments += ["--steps", "30", "--dense-steps", "4", "--settings", "dense,magnitude-3+momentum=0.5+lr_scale=5"]
     result = main([*arguments, "--corpus", f"{tmp_path}/packed.pt", "--out", f"{tmp_path}/out", "--errors", "0.8,0.1"])
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1]) == result
