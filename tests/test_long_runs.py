@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk import OkTopk
-from tests.cases import NAMES, OKTOPK_NAMES, Case, algorithms, trace
+from tests.cases import NAMES, OKTOPK_NAMES, PLAIN, Case, algorithms, trace
 from tests.harness import on_threads
 from tests.laws import RELATIVE, check_every_law, wanted
 
@@ -92,9 +92,13 @@ def test_the_selected_count_settles_within_the_band(
     assert max(settled) <= BAND[1], f"{max(settled):.3f} k selected"
 
 
+@pytest.mark.parametrize(("settings", "steps"), [(PLAIN, 60), ({}, 240)], ids=["plain", "as it is"])
 @pytest.mark.parametrize("mode", MODES)
-def test_no_coordinate_waits_for_ever(mode: str) -> None:
-    """A constant gradient asks for everything at once, every step: whoever is left out must have its turn later."""
-    case = Case(OkTopk(density=0.05, mode=mode), size=4, numel=400, kind="constant", steps=60)
+def test_no_coordinate_waits_for_ever(mode: str, settings: dict[str, Any], steps: int) -> None:
+    """A constant gradient asks for everything at once, every step: whoever is left out must have its turn later.
+
+    Scales let a segment wait longer: they are those of what waits, too, and grow with it.
+    """
+    case = Case(OkTopk(density=0.05, mode=mode, **settings), size=4, numel=400, kind="constant", steps=steps)
     by_rank = on_threads(4, totals, case)
     assert float(by_rank[0].delivered.abs().min()) > 0
