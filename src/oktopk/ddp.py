@@ -126,7 +126,9 @@ class Attached:
             scaler,
             may_be_unused=bool(ddp_model.find_unused_parameters or ddp_model.static_graph),
         )
-        self._finalizer = weakref.finalize(self, _shut_down, self._worker, recorder, self.group, own_group, timeout)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._worker, self._exchange, self.group, own_group, timeout
+        )
         try:
             self._exchange.agree()
         except MismatchError:
@@ -207,6 +209,7 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on as if it had never stopped; every rank saves its own."""
+        self._exchange.bring_home()
         kept = [lane.by_name() for lane in self._exchange.lanes]
         return {
             "version": VERSION,
@@ -238,6 +241,7 @@ class Attached:
 
     def load_pending(self, residual: Mapping[str, Tensor], velocity: Mapping[str, Tensor], step: int) -> None:
         """Hold these residuals (and velocities), by parameter, and go on at `step`."""
+        self._exchange.bring_home()
         for lane in self._exchange.lanes:
             lane.load_by_name_({"residual": residual, "velocity": velocity})
             lane.state = None
@@ -247,6 +251,7 @@ class Attached:
         """Go on with the algorithm's states, if they are for the same groups of parameters; else it starts afresh."""
         if [int(lane["lane"]) for lane in saved] != [lane.fingerprint for lane in self._exchange.lanes]:
             return
+        self._exchange.bring_home()
         for lane, state in zip(self._exchange.lanes, saved, strict=True):
             lane.load_state_dict_(state, self.algorithm, self._exchange.comm)
 
@@ -341,9 +346,9 @@ def _new_group(like: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     return group
 
 
-def _shut_down(worker: Worker, sinks: Sinks, group: dist.ProcessGroup, own: bool, timeout: float) -> None:
+def _shut_down(worker: Worker, exchange: Exchange, group: dist.ProcessGroup, own: bool, timeout: float) -> None:
     worker.stop(timeout)
-    sinks.close()
+    exchange.close()
     if own and dist.is_initialized():
         with suppress(ValueError):  # it ended with the world it was in, and this is another
             dist.destroy_process_group(group)

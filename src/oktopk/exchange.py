@@ -1,8 +1,13 @@
-"""`Exchange`: the steps of an attachment: buckets in, means out, committed all or none."""
+"""`Exchange`: the steps of an attachment: buckets in, means out, committed all or none.
+
+Where a step can stay on the GPU (`DeviceLane`), nothing here waits for it: what it did, a NaN or Inf among it, is heard
+of up to two steps later.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 import zlib
 from collections import deque
@@ -16,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from oktopk.algorithms import Algorithm
-from oktopk.comm import Metered
+from oktopk.algorithms import Algorithm, OkTopk
+from oktopk.algorithms.resident import LATE, Telling, Told, can_stay
+from oktopk.comm import Metered, Traffic
+from oktopk.device_lane import DeviceLane
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.lanes import Lane
 from oktopk.plan import Momentum, Plan
@@ -81,7 +88,17 @@ class _Step:
     buckets: list[Bucket] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     under_way: list[_Begun] = field(default_factory=list)
+    aboard: list[tuple[DeviceLane, Traffic]] = field(default_factory=list)
     nonfinite: NonFiniteError | None = None
+
+
+@dataclass
+class _Unheard:
+    """A step that was made on the device, and what it did on its way here."""
+
+    step: _Step
+    telling: Telling
+    wait_seconds: float
 
 
 class Exchange:
@@ -99,8 +116,8 @@ class Exchange:
     ) -> None:
         self.parameters, self.lanes, self.comm, self.sinks = parameters, lanes, comm, sinks
         self.settings = settings
-        self.last: StepRecord | None = None
-        self.summary = Summary()
+        self._last: StepRecord | None = None
+        self._summary = Summary()
         self.next_step = 0
         self.failure: BaseException | None = None
         self._scaler = scaler
@@ -111,10 +128,27 @@ class Exchange:
         self._untold: deque[StepRecord] = deque()
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
+        self._aboard: dict[int, DeviceLane] = {}  # by their lane
+        self._unheard: deque[_Unheard] = deque()
+        self._hearing = threading.Lock()
+        self._late: NonFiniteError | None = None  # of a step that is over
         self._lay_out()
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The record of the latest step; waits for it, where steps stay on the device."""
+        self.hear()
+        return self._last
+
+    @property
+    def summary(self) -> Summary:
+        """All steps so far."""
+        self.hear()
+        return self._summary
 
     def change(self, settings: Settings) -> None:
         """Use other settings from the next step on, once all ranks are seen to have the same; residuals stay."""
+        self.bring_home()
         before, self.settings = self.settings, settings
         try:
             self._lay_out()
@@ -169,7 +203,17 @@ class Exchange:
             momentum=self.settings.momentum,
             may_be_unused=self._may_be_unused,
         )
+        if not self._stays(plan):
+            self.bring_home()
         self._now, self._arrived, self._waiting = _Step(plan), {}, list(self.lanes)
+
+    def _stays(self, plan: Plan) -> bool:
+        """Whether this step needs nothing that the host would have to ask the device for."""
+        asks = plan.momentum is not None or self.settings.clip is not None or self.settings.scaled
+        if asks or self._may_be_unused or not isinstance(plan.algorithm, OkTopk):
+            return False
+        held = [(lane.residual.held, lane.dtype) for lane in self.lanes]
+        return all(can_stay(plan.algorithm, each.numel(), dtype, each.device) for each, dtype in held)
 
     def _reduce_complete_lanes(self, step: _Step, bucket: Bucket) -> None:
         clipping = self.settings.clip is not None and step.plan.algorithm is not None
@@ -178,9 +222,14 @@ class Exchange:
         if clipping:
             step.plan = replace(step.plan, clip=self._clip_factor(step.plan.loss_scale))
         complete = [lane for lane in self._waiting if all(name in self._arrived for name in lane.names)]
+        stays = self._stays(step.plan)
         for lane in complete:
             self._waiting.remove(lane)
             grads = {name: self._arrived[name] for name in lane.names}
+            if stays:
+                aboard = self._take_aboard(lane, step.plan)
+                step.aboard.append((aboard, aboard.start_(grads, self.comm)))
+                continue
             step.under_way.append((lane, grads, lane.start_(grads, step.plan, self.comm)))
             if not lane.just_sums(step.plan):
                 self._finish(step, [step.under_way.pop()])
@@ -206,31 +255,97 @@ class Exchange:
         limit = self.settings.clip / math.sqrt(self.comm.size)
         return limit / norm if math.isfinite(norm) and norm > limit else 1.0
 
+    def _take_aboard(self, lane: Lane, plan: Plan) -> DeviceLane:
+        """Return what makes the lane's steps on the device, with the state that there is."""
+        assert isinstance(plan.algorithm, OkTopk)
+        aboard = self._aboard.get(id(lane))
+        if aboard is None or aboard.algorithm != plan.algorithm:
+            if aboard is not None:
+                aboard.save_()
+            aboard = self._aboard[id(lane)] = DeviceLane(lane, plan.algorithm, self.comm)
+        return aboard
+
+    def bring_home(self) -> None:
+        """Hear of all steps, and have all states on the host again."""
+        self.hear()
+        for aboard in self._aboard.values():
+            aboard.save_()
+        self._aboard = {}
+
+    def hear(self, but: int = 0) -> None:
+        """Make the records of the steps on the device, but for the last few, once they are over."""
+        with self._hearing:
+            while len(self._unheard) > but:
+                self._hear(self._unheard.popleft())
+
+    def _hear(self, unheard: _Unheard) -> None:
+        step = unheard.step
+        told = [Told.of(words) for words in unheard.telling.wait().view(-1, Told.NUM_WORDS)]
+        for (aboard, traffic), each in zip(step.aboard, told, strict=True):
+            step.records.append(aboard.record(each, traffic, step.plan, self.comm.size))
+        if any(each.bad for each in told):
+            step.nonfinite = NonFiniteError(
+                f"step {step.plan.step}: a rank's gradient, or their sum, was not finite; that step delivered "
+                f"{'NaN' if self._delivers_nan else 'zeros'} on all ranks, and all residuals are as they were before it"
+            )
+            if not self._delivers_nan:
+                self._late = self._late or step.nonfinite
+        self._note(step, unheard.wait_seconds)
+
     def _end(self, step: _Step) -> None:
         """Commit the step, or leave everything as it was; then let backward() go on, and tell the sinks."""
         assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
-        if step.nonfinite is None:
+        if step.aboard:
+            self._settle(step)
+        elif step.nonfinite is None:
             for lane in self.lanes:
                 lane.commit_(step.plan)
-        phase = "dense" if step.plan.algorithm is None else "sparse"
-        record = replace(
-            total_of(step.records, step=step.plan.step, phase=phase),
-            skipped=step.nonfinite is not None,
-            reason=None if step.nonfinite is None else str(step.nonfinite),
-            wait_seconds=time.perf_counter() - step.buckets[-1].came_s,
-        )
-        self.last, self._now, self.next_step = record, None, self.next_step + 1
-        self.summary.add_(record)
+        self._now, self.next_step = None, self.next_step + 1
+        if not step.aboard:
+            self._note(step, time.perf_counter() - step.buckets[-1].came_s)
+        else:
+            self.hear(but=LATE)
+        error, self._late = step.nonfinite or self._late, None
         for bucket in step.buckets:
             # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
             bucket.over = None if self._stream is None else self._stream.record_event()
-            bucket.done.set_result(step.nonfinite if self.settings.on_nonfinite == "raise" else None)
+            bucket.done.set_result(None if self._delivers_nan else error)
+
+    @property
+    def _delivers_nan(self) -> bool:
+        return self.settings.on_nonfinite == "skip"
+
+    def _settle(self, step: _Step) -> None:
+        """Commit all lanes, or none, as the device alone knows."""
+        words = torch.cat([aboard.words for aboard, _ in step.aboard])
+        bad = words.view(-1, Told.NUM_WORDS)[:, 2].sum()
+        for aboard, _ in step.aboard:
+            aboard.settle_(bad, step.plan, self._delivers_nan)
+        waited = time.perf_counter() - step.buckets[-1].came_s
+        self._unheard.append(_Unheard(step, Telling.start(words), waited))
+
+    def _note(self, step: _Step, wait_seconds: float) -> None:
+        """Make the record of a step that is over."""
+        record = replace(
+            total_of(step.records, step=step.plan.step, phase="dense" if step.plan.algorithm is None else "sparse"),
+            skipped=step.nonfinite is not None,
+            reason=None if step.nonfinite is None else str(step.nonfinite),
+            wait_seconds=wait_seconds,
+        )
+        self._last = record
+        self._summary.add_(record)
         self._untold.append(record)
 
     def tell(self) -> None:
         """Write the records of the steps made since the last time to the sinks."""
         while self._untold:
             self.sinks.write(self._untold.popleft())
+
+    def close(self) -> None:
+        """Tell the sinks of the last steps, and close them."""
+        self.hear()
+        self.tell()
+        self.sinks.close()
 
     def _give_up(self, error: BaseException, bucket: Bucket) -> None:
         """Tell backward() here, and the other ranks, why there will be no more exchanges."""

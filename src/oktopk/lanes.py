@@ -60,11 +60,11 @@ class Lane:
         self.state: Any = None
         self._state_of: tuple[Any, ...] = ()
         self._pieces: list[Piece] = list(pieces)
-        self._num_sparse = 0
+        self.num_sparse = 0  # elements, from the first on, that sparse steps send sparsely
         self._pending = False  # whether any rank's residual may hold anything; the same on all ranks
         self._silent: list[str] = []  # parameters that no rank used in this step: they keep what is held for them
-        self._made = False  # whether this step made an acc to commit
-        self._spans = _spans(self._pieces)
+        self.made = False  # whether this step made an acc to commit
+        self.spans = _spans(self._pieces)
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +74,7 @@ class Lane:
     @property
     def dense_names(self) -> list[str]:
         """The parameters that travel dense on every step."""
-        return [name for name, span in self._spans.items() if span.start >= self._num_sparse]
+        return [name for name, span in self.spans.items() if span.start >= self.num_sparse]
 
     def lay_out_(self, travels_dense: Callable[[str], bool]) -> None:
         """Put the sparse parameters first; every residual keeps to its parameter."""
@@ -82,22 +82,22 @@ class Lane:
         dense = {piece.name for piece in self._pieces if travels_dense(piece.name)}
         if dense != set(self.dense_names):
             self.state = None
-        self._spans = _spans(sorted(self._pieces, key=lambda piece: piece.name in dense))
-        self._num_sparse = sum(piece.numel for piece in self._pieces if piece.name not in dense)
+        self.spans = _spans(sorted(self._pieces, key=lambda piece: piece.name in dense))
+        self.num_sparse = sum(piece.numel for piece in self._pieces if piece.name not in dense)
         self.load_by_name_(saved)
         self._pending = pending
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """Return a copy of what is held for each parameter, flat."""
-        kept = {"residual": {name: self.residual.held[span].clone() for name, span in self._spans.items()}}
+        kept = {"residual": {name: self.residual.held[span].clone() for name, span in self.spans.items()}}
         if self.velocity is not None:
-            kept["velocity"] = {name: self.velocity.held[span].clone() for name, span in self._spans.items()}
+            kept["velocity"] = {name: self.velocity.held[span].clone() for name, span in self.spans.items()}
         return kept
 
     def load_by_name_(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Hold what `by_name` returned, and nothing else."""
         self.velocity = None
-        for name, span in self._spans.items():
+        for name, span in self.spans.items():
             self.residual.held[span] = saved["residual"][name]
             if name in saved.get("velocity", {}):
                 self._velocity().held[span] = saved["velocity"][name]
@@ -106,7 +106,7 @@ class Lane:
     @property
     def fingerprint(self) -> int:
         """A number that differs where the algorithm's state would be for other parameters, or in another order."""
-        return zlib.crc32(repr((self.names, self._spans)).encode())
+        return zlib.crc32(repr((self.names, self.spans)).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept for the lane as a whole."""
@@ -116,7 +116,7 @@ class Lane:
         """Go on with what `state_dict` returned for a lane of this fingerprint."""
         self._pending = bool(saved["pending"])
         if saved.get("state") is not None:
-            self._prepare(algorithm, comm)
+            self.prepare_(algorithm, comm)
             self.state = from_plain(self.state, saved["state"])
 
     def start_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
@@ -125,8 +125,8 @@ class Lane:
         Where DDP would just sum, the sum is under way when this returns; all else is done at the end. Nothing is
         committed yet.
         """
-        self._made = not self.just_sums(plan)
-        end = partial(self._reduce_, grads, plan, comm) if self._made else self._start_plain_(grads, plan, comm)
+        self.made = not self.just_sums(plan)
+        end = partial(self._reduce_, grads, plan, comm) if self.made else self._start_plain_(grads, plan, comm)
         return partial(self._naming_the_parameter, end)
 
     def just_sums(self, plan: Plan) -> bool:
@@ -134,30 +134,30 @@ class Lane:
         return plan.is_plain and not self._pending
 
     def _reduce_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> StepRecord:
-        split = 0 if plan.algorithm is None else self._num_sparse
+        split = 0 if plan.algorithm is None else self.num_sparse
         self._silent = self._find_silent(grads, comm) if plan.may_be_unused else []
         seen = self._look_out(plan.algorithm, comm) if plan.algorithm is not None and split else None
         with comm.phase("accumulate"):
             first_bad = self._accumulate_(grads, plan, seen)
             for name in self._silent:
-                self.residual.acc[self._spans[name]] = 0
+                self.residual.acc[self.spans[name]] = 0
         reduced = self._reduce_sparse(split, plan, comm, first_bad)
         self._reduce_dense_(split, comm, first_bad)
         with comm.phase("apply"):
             self._deliver_(grads, split, reduced, plan, comm.size)
             for name in self._silent:
-                self._undo_(self._spans[name])
-        return self._record(split, reduced, plan, comm.take(), comm.size)
+                self._undo_(self.spans[name])
+        return self.record(split, reduced, plan, comm.take(), comm.size)
 
     def refused(self, plan: Plan, comm: Metered) -> StepRecord:
         """Return the record of a step that this lane refused: nothing was delivered."""
         none = Reduced(Sparse.empty(0, self.residual.held), slice(0), selected=0)
-        made = self._record(self.residual.held.numel(), none, plan, comm.take(), comm.size)
+        made = self.record(self.residual.held.numel(), none, plan, comm.take(), comm.size)
         return replace(made, skipped=True)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""
-        if not self._made:
+        if not self.made:
             return
         self.residual.commit_()
         if self.velocity is not None and plan.momentum is not None:
@@ -167,13 +167,13 @@ class Lane:
 
     def _look_out(self, algorithm: Algorithm, comm: Metered) -> Seen | None:
         """Return where to note what is large in acc, if the algorithm asks for it and acc is what will be reduced."""
-        self._prepare(algorithm, comm)
+        self.prepare_(algorithm, comm)
         return None if self._silent else look_out(algorithm, self.state)
 
     def _accumulate_(self, grads: Mapping[str, Tensor], plan: Plan, seen: Seen | None) -> int:
         """Make acc of this step's gradients; return the index of its first NaN or Inf, or -1."""
         bad = []
-        for name, span in self._spans.items():
+        for name, span in self.spans.items():
             grad, scale = grads[name], plan.clip / plan.loss_scale
             if plan.momentum is not None:
                 grad, scale = self._velocity().accumulate_(grad, span, scale, plan.momentum.factor), 1.0
@@ -227,7 +227,7 @@ class Lane:
             if together is None:
                 self._take_apart(side, grads, comm)
             started.add_(comm.take())
-            return self._record(0, None, plan, started, comm.size)
+            return self.record(0, None, plan, started, comm.size)
 
         return end
 
@@ -239,7 +239,7 @@ class Lane:
 
     def _first_bad(self, grads: Mapping[str, Tensor]) -> int:
         """Return the place in acc of the first NaN or Inf, or -1."""
-        for name, span in self._spans.items():
+        for name, span in self.spans.items():
             bad = first_nonfinite(grads[name])
             if bad >= 0:
                 return bad + int(span.start)
@@ -256,19 +256,19 @@ class Lane:
     ) -> None:
         """Write the mean into the gradients, and make acc what remains."""
         acc, factor = self.residual.acc, plan.loss_scale / size
-        for name, span in self._spans.items():
+        for name, span in self.spans.items():
             if span.start >= split:
-                self._deliver_dense_(grads[name], acc[span], factor, plan.loss_scale)
+                self.deliver_dense_(grads[name], acc[span], factor, plan.loss_scale)
         if reduced is None:
             return
-        sparse = [(span, grads[name]) for name, span in self._spans.items() if span.start < split]
+        sparse = [(span, grads[name]) for name, span in self.spans.items() if span.start < split]
         lost = _write_mean_(reduced.sum, sparse, factor)
         rounding = [] if lost is None else [Sparse(lost.index, lost.value / plan.loss_scale, lost.numel)]
         self.residual.retain_(reduced.taken, (*reduced.returned, *rounding), slice(0, split), reduced.kept)
         if self.velocity is not None and plan.momentum is not None and plan.momentum.masking:
             self.velocity.retain_(reduced.taken, at=slice(0, split))
 
-    def _deliver_dense_(self, grad: Tensor, total: Tensor, factor: float, loss_scale: float) -> None:
+    def deliver_dense_(self, grad: Tensor, total: Tensor, factor: float, loss_scale: float) -> None:
         """Write the mean into a gradient, and into `total` what rounding to its dtype keeps back."""
         if grad.dtype == total.dtype:
             torch.mul(total, factor, out=grad)
@@ -283,9 +283,13 @@ class Lane:
         if self.velocity is not None:
             self.velocity.acc[span] = self.velocity.held[span]
 
-    def _record(self, split: int, reduced: Reduced | None, plan: Plan, traffic: Traffic, size: int) -> StepRecord:
+    def record(
+        self, split: int, reduced: Reduced | None, plan: Plan, traffic: Traffic, size: int, pairs: int | None = None
+    ) -> StepRecord:
+        """Return the record of what a step did; `pairs` says how many were delivered, where the sum does not."""
         numel, side = self.residual.held.numel(), self.residual.held.numel() - split
-        pairs = reduced.sum.nnz if reduced is not None and isinstance(reduced.sum, Sparse) else 0
+        if pairs is None:
+            pairs = reduced.sum.nnz if reduced is not None and isinstance(reduced.sum, Sparse) else 0
         nnz = side + (pairs if reduced is None or isinstance(reduced.sum, Sparse) else split)
         density = getattr(plan.algorithm, "density", 1.0)
         return StepRecord(
@@ -311,16 +315,16 @@ class Lane:
             global_threshold=None if reduced is None else reduced.global_threshold,
         )
 
-    def _prepare(self, algorithm: Algorithm, comm: Metered) -> None:
+    def prepare_(self, algorithm: Algorithm, comm: Metered) -> None:
         """Make a state for this algorithm, if there is none for one of its kind."""
         kind = (type(algorithm), getattr(algorithm, "mode", None), getattr(algorithm, "ranking", None))
         if self.state is not None and kind == self._state_of:
             return
         extra = {}
         if takes_segments(algorithm):
-            sparse = [piece for piece in self._pieces if self._spans[piece.name].start < self._num_sparse]
+            sparse = [piece for piece in self._pieces if self.spans[piece.name].start < self.num_sparse]
             extra["segments"] = [piece.row for piece in sparse for _ in range(piece.numel // piece.row)]
-        self.state, self._state_of = algorithm.init(self._num_sparse, comm, **extra), kind
+        self.state, self._state_of = algorithm.init(self.num_sparse, comm, **extra), kind
 
     def _velocity(self) -> Residual:
         if self.velocity is None:
@@ -336,7 +340,7 @@ class Lane:
             if error.index is None:
                 raise
             index, rank = error.index, error.rank
-        name = next(name for name, span in self._spans.items() if index < span.stop)
+        name = next(name for name, span in self.spans.items() if index < span.stop)
         raise NonFiniteError(f"rank {rank}: the gradient of {name!r} is not finite", rank, index)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, OkTopk, Reduced, make_algorithm
 from oktopk.algorithms.base import Verdict, look_out, reduce_if_fine, takes_segments
-from oktopk.algorithms.resident import LATE, Resident, can_stay
+from oktopk.algorithms.resident import LATE, Resident, Telling, Told, can_stay
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
@@ -65,7 +65,7 @@ class Reducer:
         self._residual: Residual | None = None
         self._state: Any = None
         self._resident: Resident | None = None
-        self._unheard: deque[Traffic] = deque()
+        self._unheard: deque[tuple[Telling, Traffic]] = deque()
 
     @property
     def last(self) -> StepRecord | None:
@@ -176,14 +176,15 @@ class Reducer:
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
         residual.commit_()
-        self._unheard.append(self._comm.take())
+        self._unheard.append((Telling.start(resident.words), self._comm.take()))
         self._step += 1
         return mean
 
     def _hear(self) -> None:
         """Make the record of the oldest step that the device has not told of."""
         assert self._resident is not None
-        told, traffic = self._resident.told.popleft().wait(), self._unheard.popleft()
+        telling, traffic = self._unheard.popleft()
+        told = Told.of(telling.wait())
         step = self._step - len(self._unheard) - 1
         reduced = Reduced(
             Sparse.empty(self._resident.numel, self._resident.threshold), slice(0), selected=told.selected,

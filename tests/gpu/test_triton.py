@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import TILE, Found, room_for
+from oktopk.kernels.blocks import PIECE, TILE, Found, Rows, bins, room_for
 from oktopk.partition import even_cuts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -58,24 +58,69 @@ def threshold_of(value: float) -> Tensor:
     return torch.tensor([value], device=DEVICE)
 
 
+def rows_of(numel: int, kind: str) -> Rows | None:
+    """Return rows like a matrix's, or a few of all lengths, empty ones among them; or none."""
+    if kind == "none" or not numel:
+        return None
+    lengths = [min(1280, numel - start) for start in range(0, numel, 1280)]
+    if kind == "ragged":
+        lengths, left = [], numel
+        for length in (0, 1, 9, 9, 9, 0, 500, 3 * TILE, PIECE + 1, numel):
+            lengths.append(min(length, left))
+            left -= lengths[-1]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    scale = torch.rand(len(lengths), generator=torch.Generator().manual_seed(4)) + 0.2
+    return Rows.make(bounds, scale, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["none", "matrix", "ragged"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [numel for numel in LENGTHS if numel])
+def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind: str) -> None:
+    """The same threshold; as many of the sample reach it as were wanted, and few more; the counts are left zero."""
+    grad, held, rows = made(numel, dtype, 1), made(numel, torch.float32, 2), rows_of(numel, kind)
+    counts, turn = bins(torch.device(DEVICE)), torch.tensor([24], dtype=torch.int32, device=DEVICE)
+    for stride in (1, 7):
+        sample = numel // stride
+        for wanted in {1, max(sample // 100, 1), max(sample, 1), sample + 1}:
+            ours, theirs = threshold_of(float(POISON)), threshold_of(float(POISON))
+            number = torch.tensor([wanted], device=DEVICE)
+            fast.aim(grad, held, rows, turn, stride, number, counts, ours)
+            assert not bool(counts.any())
+            blocks.aim(grad, held, rows, turn, stride, number, counts, theirs)
+            assert torch.equal(ours, theirs)
+            if rows is None and wanted <= sample:
+                size = (held + grad.float())[24 % stride :: stride][:sample].abs()
+                assert int((size >= ours).sum()) >= wanted
+                assert int((size > ours * (1 + 2**-11)).sum()) < wanted
+    if rows is not None:
+        other = rows_of(numel, kind)
+        assert other is not None
+        fast.measure(grad, held, rows)
+        blocks.measure(grad, held, other)
+        torch.testing.assert_close(rows.scale, other.scale)
+
+
+@pytest.mark.parametrize("kind", ["none", "matrix", "ragged"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype) -> None:
-    grad, held = made(numel, dtype, 1), made(numel, torch.float32, 2)
+def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype, kind: str) -> None:
+    grad, held, rows = made(numel, dtype, 1), made(numel, torch.float32, 2), rows_of(numel, kind)
+    turn = torch.tensor([7], dtype=torch.int32, device=DEVICE)
     for threshold, density in ((0.0, 1.0), (8.0, 0.02), (8.0, 1.0), (1e30, 0.01)):  # all, some, none
         room = room_for(density)
         one, other = poisoned(numel, room), poisoned(numel, room)
         acc, wanted = (torch.full((numel,), float(POISON), device=DEVICE) for _ in range(2))
-        fast.find(grad, held, acc, threshold_of(threshold), one)
-        blocks.find(grad, held, wanted, threshold_of(threshold), other)
+        fast.find(grad, held, acc, threshold_of(threshold), one, rows)
+        blocks.find(grad, held, wanted, threshold_of(threshold), other, rows)
         assert torch.equal(acc.view(torch.int32), wanted.view(torch.int32))
         assert_same(one, other)
         for size, capacity in ((1, numel), (3, max(numel // 200, 1)), (4, max(numel // 9, 1))):
             cuts = even_cuts(numel, size).to(DEVICE)
             words = blocks.HEADER_WORDS + 2 * capacity
             ours, theirs = (torch.full((size, words), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
-            fast.send(one, cuts, 7, ours, capacity)
-            blocks.send(other, cuts, 7, theirs, capacity)
+            fast.send(one, cuts, turn, ours, capacity)
+            blocks.send(other, cuts, turn, theirs, capacity)
             assert torch.equal(ours, theirs)
 
 
@@ -91,15 +136,6 @@ def test_find_of_awkward_numbers(fast: ModuleType) -> None:
         assert int(one.bad.sum()) == 3 * 300
 
 
-def test_find_in_a_part(fast: ModuleType) -> None:
-    held = made(5 * TILE, torch.float32, 3)
-    held[2 * TILE + 5 :] = 0
-    one, other = poisoned(len(held), TILE), poisoned(len(held), TILE)
-    fast.find_in(held, threshold_of(1.0), one, torch.tensor([2 * TILE + 5], device=DEVICE))
-    blocks.find_in(held, threshold_of(1.0), other)
-    assert_same(one, other)
-
-
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> None:
@@ -112,22 +148,45 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
         held = made(numel, torch.float32, 5) * (1 if rank else made(numel, torch.float32, 6).abs() > 0.1)
         blocks.find_in(held, threshold_of(4.0), found)
         packed.append(torch.zeros(size, words, dtype=torch.int32, device=DEVICE))
-        blocks.send(found, cuts, 0, packed[-1], capacity)
+        blocks.send(found, cuts, torch.zeros(1, device=DEVICE), packed[-1], capacity)
     sent, gathered = packed
     gathered[1, 1] = int(bad)
     region = made(numel, torch.float32, 8)
     ours, theirs = region.clone(), region.clone()
-    for sign in (1, 0):
-        fast.add(gathered[0], capacity, ours, sign)
-        blocks.add(gathered[0], capacity, theirs, sign)
-        assert torch.equal(ours, theirs)
+    fast.add(gathered[0], capacity, ours)
+    blocks.add(gathered[0], capacity, theirs)
+    assert torch.equal(ours, theirs)
+    had = [torch.full((capacity,), float(POISON), device=DEVICE) for _ in range(2)]
+    fast.claim(gathered[0], capacity, ours, had[0])
+    blocks.claim(gathered[0], capacity, theirs, had[1])
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*had)
     held, start = made(numel, torch.float32, 9), made(numel, torch.float32, 10)
     results = []
     for kernels in (fast, blocks):
         out, acc = torch.full((numel,), 77.0, device=DEVICE).to(dtype), start.clone()
-        kernels.deliver(gathered, sent, cuts, capacity, out, acc, held)
-        results.append((out, acc))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+        told = torch.full((6,), POISON, dtype=torch.int32, device=DEVICE)
+        kernels.deliver(gathered, sent, cuts, capacity, out, acc, held, told)
+        results.append((out, acc, told))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     if bad:
         assert torch.equal(results[0][1], held)
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_settle(fast: ModuleType, dtype: torch.dtype, bad: int) -> None:
+    held, acc, out = (
+        made(3 * TILE + 5, torch.float32, 1),
+        made(3 * TILE + 5, torch.float32, 2),
+        made(3 * TILE + 5, dtype, 3),
+    )
+    for filling in (0.0, float("nan")):
+        ours, theirs = (acc.clone(), out.clone()), (acc.clone(), out.clone())
+        word = torch.tensor([bad], dtype=torch.int32, device=DEVICE)
+        fast.settle(word, ours[0], held, ours[1], filling)
+        blocks.settle(word, theirs[0], held, theirs[1], filling)
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[0], held if bad else acc)
+        torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)
+        assert bad == 0 or bool((ours[1].isnan() if filling else ours[1] == 0).all())

@@ -3,7 +3,7 @@
 The steps are those of `bounded.py`; only, what is kept is told by thresholds, so that ties of the last element are kept
 with it as far as there is room. What does not fit waits in the residual, as it does there.
 
-    0  aim        the threshold, from a sample of residual + gradient
+    0  aim        the threshold, from a sample of residual + gradient; now and then the scales of the rows
     1  find       acc = residual + gradient; what reaches the threshold, tile by tile           one pass
     2  send       into a block for each owner: at most c = ceil(slack k/P) pairs
     3  exchange   all_to_all
@@ -15,7 +15,6 @@ with it as far as there is room. What does not fit waits in the residual, as it 
 from __future__ import annotations
 
 import importlib
-from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -27,15 +26,16 @@ from oktopk.algorithms.base import OkTopkState
 from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk import OkTopk
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import HEADER_WORDS, Found, room_for
+from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for
+from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 REBALANCE_EVERY = 16
-MOST_NUMEL = 1 << 31
-"""Elements of a region: indices in a block are counted from its start."""
+MOST_NUMEL = (1 << 31) - TILE
+"""Elements of a vector: places in it are 32 bits wide."""
 
 LATE = 2
 """Steps after which the host looks at what a step did: it has long been done then, and nobody waits."""
@@ -51,48 +51,63 @@ class Told:
     threshold: float
     kept_threshold: float
 
+    NUM_WORDS = 6
 
-@dataclass
-class _Telling:
-    """The same on its way to the host."""
+    @staticmethod
+    def of(words: Tensor) -> Told:
+        """Read the words, on the host."""
+        return Told(*words[:3].tolist(), *words[3:5].view(torch.float32).tolist())
 
-    size: int
+
+@dataclass(frozen=True)
+class Telling:
+    """Words on their way to the host."""
+
     words: Tensor
     done: torch.cuda.Event | None
 
-    def wait(self) -> Told:
+    @staticmethod
+    def start(words: Tensor) -> Telling:
+        """Send them; the host goes on."""
+        if not words.is_cuda:
+            return Telling(words.clone(), None)
+        here = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        here.copy_(words, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Telling(here, done)
+
+    def wait(self) -> Tensor:
+        """Return them once they are here."""
         if self.done is not None:
             self.done.synchronize()
-        heads = self.words[:-2].view(2, self.size, HEADER_WORDS)
-        thresholds = self.words[-2:].view(torch.float32)
-        return Told(
-            selected=int(heads[0, :, 0].sum()),
-            nnz=int(heads[1, :, 0].sum()),
-            bad=int(heads[1, :, 1].sum()),
-            threshold=float(thresholds[0]),
-            kept_threshold=float(thresholds[1]),
-        )
+        return self.words
 
 
 @dataclass
 class Resident:
-    """The buffers and the state of a vector's steps, all on its device, made once."""
+    """The buffers and the state of a vector's steps, all on its device, made once.
+
+    `words` are what is told of a step, see `Told`; the thresholds live there, and the number of the step.
+    """
 
     numel: int
     comm: Comm
     wanted: int
     capacity: int
+    stride: int
+    rescale_every: int
     kernels: Any
+    rows: Rows | None
     found: Found
-    kept: Found | None
-    region: Tensor
     blocks: Tensor
-    mine: Tensor
+    owner: _Owner | None
     cuts: Tensor
-    threshold: Tensor
-    kept_threshold: Tensor
+    words: Tensor
+    sample_wanted: Tensor
+    counts: Tensor
     step: int
-    told: deque[_Telling] = field(default_factory=deque)
+    graphs: Graphs = field(default_factory=Graphs)
 
     @staticmethod
     def make(algorithm: OkTopk, state: OkTopkState, comm: Comm, device: torch.device) -> Resident:
@@ -100,89 +115,109 @@ class Resident:
         numel, size = state.numel, comm.size
         wanted = num_selected(numel, algorithm.density)
         capacity = room(wanted, algorithm.slack, size)
-        words, slots = HEADER_WORDS + 2 * capacity, room_for(algorithm.density)
-        alone = size == 1
+        stride = max(wanted // SAMPLE_HITS, 1) | 1  # odd, unlike the length of most rows
+        slots, ranking = room_for(algorithm.density), state.ranking
+        known = (0.0, 0.0) if wanted == numel else (state.threshold, state.global_threshold)
+        thresholds = torch.tensor(known).view(torch.int32).tolist()
+        words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
+        hits = max(round(wanted * (numel // stride) / max(numel, 1)), 1)
         return Resident(
             numel=numel,
             comm=comm,
             wanted=wanted,
             capacity=capacity,
-            kernels=_kernels_on(device),
+            stride=stride,
+            rescale_every=algorithm.rescale_every,
+            kernels=kernels_on(device),
+            rows=Rows.make(ranking.bounds, ranking.scale, device) if len(ranking.scale) > 1 else None,
             found=Found.make(numel, slots, device),
-            kept=None if alone else Found.make(numel, slots, device),
-            region=torch.zeros(0 if alone else numel, device=device),
-            blocks=torch.zeros(size, words, dtype=torch.int32, device=device),
-            mine=torch.zeros(1, words, dtype=torch.int32, device=device),
+            blocks=torch.zeros(size, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device),
+            owner=_Owner.make(numel, size, capacity, device) if size > 1 else None,
             cuts=state.cuts.to(device),
-            threshold=torch.tensor([state.threshold], device=device),
-            kept_threshold=torch.tensor([state.global_threshold], device=device),
+            words=words,
+            sample_wanted=torch.tensor([hits], device=device),
+            counts=bins(device),
             step=state.step,
         )
+
+    @property
+    def threshold(self) -> Tensor:
+        """What is sent reaches it."""
+        return self.words[3:4].view(torch.float32)
+
+    @property
+    def kept_threshold(self) -> Tensor:
+        """What this rank, as an owner, keeps reaches it."""
+        return self.words[4:5].view(torch.float32)
+
+    @property
+    def turn(self) -> Tensor:
+        """The number of the step: with what to begin where not all has room."""
+        return self.words[5:6]
 
     def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
         comm, kernels = self.comm, self.kernels
         with comm.phase("select"):
-            self._aim_(grad, held)
-            kernels.find(grad, held, acc, self.threshold, self.found)
-        with comm.phase("pack"):
-            kernels.send(self.found, self.cuts, self.step, self.blocks, self.capacity)
-        with comm.phase("exchange"):
-            arrived = comm.all_to_all_even(self.blocks)
-        with comm.phase("reduce"):
-            block = arrived if self.kept is None else self._own(arrived, self.kept)
-        with comm.phase("gather"):
-            gathered = comm.all_gather(block.view(-1))
-        with comm.phase("apply"):
-            kernels.deliver(gathered, self.blocks, self.cuts, self.capacity, out, acc, held)
-            self._tell(gathered)
-            if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel and self.comm.size > 1:
-                self._rebalance_(gathered)
+            if self.rows is not None and self.step % self.rescale_every == 0:
+                kernels.measure(grad, held, self.rows)
+            self.graphs.run(
+                self._select_ if self.owner is not None else self._select_and_deliver_, grad, held, acc, out
+            )
+        if self.owner is not None:
+            with comm.phase("exchange"):
+                arrived = comm.all_to_all_even(self.blocks)
+            with comm.phase("reduce"):
+                block = self._own(arrived, self.owner)
+            with comm.phase("gather"):
+                gathered = comm.all_gather(block.view(-1))
+            with comm.phase("apply"):
+                kernels.deliver(gathered, self.blocks, self.cuts, self.capacity, out, acc, held, self.words)
+                if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel:
+                    self._rebalance_(gathered)
         self.step += 1
 
-    def _aim_(self, grad: Tensor, held: Tensor) -> None:
-        """Measure the threshold on a sample, which begins elsewhere at every step; its stride is odd, unlike most rows.
+    def _select_and_deliver_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        """Do all of it: alone, what is sent is what is delivered."""
+        self._select_(grad, held, acc, out)
+        self.kernels.deliver(self.blocks, self.blocks, self.cuts, self.capacity, out, acc, held, self.words)
 
-        A threshold that is moved by what it let through has a loop, and swings where gradients resemble each other.
+    def _select_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        """Make acc, and the blocks to send.
+
+        The threshold is measured on a sample, which begins elsewhere at every step: one that is moved by what it let
+        through has a loop, and swings where gradients resemble each other.
         """
-        if self.wanted == self.numel:
-            self.threshold.zero_()
-            return
-        stride = max(self.wanted // SAMPLE_HITS, 1) | 1
-        start = self.step % stride
-        sample = (held[start::stride] + grad[start::stride]).abs()
-        k = min(max(round(self.wanted * len(sample) / self.numel), 1), len(sample))
-        self.threshold.copy_(sample.topk(k).values[-1:])
+        kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
+        if self.wanted < self.numel:  # else it is zero
+            kernels.aim(grad, held, self.rows, self.turn, *aims)
+        kernels.find(grad, held, acc, self.threshold, self.found, self.rows)
+        kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity)
 
-    def _own(self, arrived: Tensor, kept: Found) -> Tensor:
-        """Return the block of what this rank, as an owner, keeps of what arrived."""
-        kernels, rank = self.kernels, self.comm.rank
-        slots = torch.arange(self.capacity, device=arrived.device)
-        there = slots < arrived[:, :1]
-        index = torch.where(there, arrived[:, HEADER_WORDS : HEADER_WORDS + self.capacity], 0).long()
-        first = []  # whether a pair is the first of its index
-        for block, here, at in zip(arrived, there, index, strict=True):
-            first.append(here & (self.region[at] == 0))
-            kernels.add(block, self.capacity, self.region)
-        demand = _demands(arrived).sum()
-        self._aim_at_share_(torch.where(torch.stack(first), self.region[index].abs(), 0), demand)
-        ends = self.cuts[rank : rank + 2] - self.cuts[rank]
-        kernels.find_in(self.region, self.kept_threshold, kept, ends[1:])
-        kept.bad[0] += arrived[:, 1].sum()
-        kernels.send(kept, ends, self.step, self.mine, self.capacity)
-        self.mine[0, 2:4] = torch.stack([demand & blocks.LOW, demand >> 31])  # for all to cut fairer regions by
+    def _own(self, arrived: Tensor, owner: _Owner) -> Tensor:
+        """Return the block of what this rank, as an owner, keeps of what arrived: its share of the largest sums."""
+        kernels, size, capacity = self.kernels, self.comm.size, self.capacity
         for block in arrived:
-            kernels.add(block, self.capacity, self.region, 0)
-        return self.mine
+            kernels.add(block, capacity, owner.region)
+        for block, total in zip(arrived, owner.total, strict=True):
+            kernels.claim(block, capacity, owner.region, total)  # of ranks that sent the same index, the first has it
+        index, total = arrived[:, HEADER_WORDS : HEADER_WORDS + capacity].reshape(-1), owner.total.view(-1)
+        demand = _demands(arrived).sum()
+        score = self._score(index, total)
+        if self.wanted < self.numel:
+            share = ((demand + size - 1) // size).clamp(1, capacity)  # of what the ranks wanted of this owner
+            kernels.aim_in(score, share.view(1), self.counts, self.kept_threshold)
+        kernels.find_in(score, self.kept_threshold, owner.found)
+        kernels.send(owner.found, owner.cuts, self.turn, owner.mine, capacity)
+        owner.fill_(index, total, bad=arrived[:, 1].sum(), demand=demand)
+        return owner.mine
 
-    def _aim_at_share_(self, size: Tensor, demand: Tensor) -> None:
-        """Make the owner's threshold the one that lets its share of these pass: what the ranks wanted of it, over P."""
-        if self.wanted == self.numel:
-            self.kept_threshold.zero_()
-            return
-        share = ((demand + self.comm.size - 1) // self.comm.size).clamp(1, self.capacity)
-        largest = size.view(-1).topk(self.capacity).values
-        self.kept_threshold.copy_(largest.gather(0, (share - 1).view(1)))  # by [], the host would ask for it
+    def _score(self, index: Tensor, total: Tensor) -> Tensor:
+        """Return how large each of these sums in this rank's region is."""
+        if self.rows is None:
+            return total.abs()
+        start = self.cuts[self.comm.rank : self.comm.rank + 1]
+        return total.abs() / self.rows.scale[self.rows.of(index + start)]
 
     def _rebalance_(self, gathered: Tensor) -> None:
         """Cut fairer regions if one was asked for more than fits: all ranks have the same `gathered`, and agree."""
@@ -190,37 +225,65 @@ class Resident:
         there = torch.arange(capacity, device=gathered.device) < gathered[:, :1]
         index = gathered[:, HEADER_WORDS : HEADER_WORDS + capacity] + self.cuts[:-1, None]
         demand = _demands(gathered)
-        weight = (demand << 16) // gathered[:, 0].clamp(min=1)
-        mass = torch.where(there, weight[:, None], 0).view(-1).cumsum(0)
+        weight = torch.where(there, ((demand << 16) // gathered[:, 0].clamp(min=1))[:, None], 0)
+        sorted_index, order = index.view(-1).sort()
+        mass = weight.view(-1)[order].cumsum(0)
         goals = mass[-1] * torch.arange(1, size, device=mass.device) // size
-        fairer = index.view(-1)[torch.searchsorted(mass, goals, right=True).clamp(max=len(mass) - 1)]
+        fairer = sorted_index[torch.searchsorted(mass, goals, right=True).clamp(max=len(mass) - 1)]
         unfair = (demand.max() > capacity * size) & (mass[-1] > 0)
         self.cuts[1:-1] = torch.where(unfair, fairer, self.cuts[1:-1])
-
-    def _tell(self, gathered: Tensor) -> None:
-        """Start to tell the host what this step did."""
-        heads = [self.blocks[:, :HEADER_WORDS].reshape(-1), gathered[:, :HEADER_WORDS].reshape(-1)]
-        words = torch.cat([*heads, self.threshold.view(torch.int32), self.kept_threshold.view(torch.int32)])
-        if words.is_cuda:
-            here = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            here.copy_(words, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            self.told.append(_Telling(self.comm.size, here, done))
-        else:
-            self.told.append(_Telling(self.comm.size, words, None))
 
     def save_(self, state: OkTopkState) -> None:
         """Bring the state to the host: for a checkpoint."""
         state.step, state.cuts = self.step, self.cuts.cpu()
         state.threshold, state.global_threshold = float(self.threshold), float(self.kept_threshold)
+        if self.rows is not None:
+            state.ranking.scale = self.rows.scale.double().cpu()
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What a rank works with as the owner of a region.
+
+    region    the sums, one for each element; all zero between any two steps
+    total     the sum for each pair that arrived, for the first of those with the same index; zero for the others
+    found     what is large among these, and `cuts`, one region of all of them
+    mine      the block it makes of that
+    """
+
+    region: Tensor
+    total: Tensor
+    found: Found
+    cuts: Tensor
+    mine: Tensor
+
+    @staticmethod
+    def make(numel: int, size: int, capacity: int, device: torch.device) -> _Owner:
+        arriving = size * capacity
+        return _Owner(
+            region=torch.zeros(numel, device=device),
+            total=torch.zeros(size, capacity, device=device),
+            found=Found.make(arriving, TILE, device),
+            cuts=torch.tensor([0, arriving], device=device),
+            mine=torch.zeros(1, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device),
+        )
+
+    def fill_(self, index: Tensor, total: Tensor, bad: Tensor, demand: Tensor) -> None:
+        """Make `mine`, whose pairs are places among what arrived, the pairs that are there."""
+        count, head = self.mine[0, :1], self.mine[0, :HEADER_WORDS]
+        places, values = self.mine[0, HEADER_WORDS:].chunk(2)
+        place = torch.where(torch.arange(len(places), device=places.device) < count, places, 0)
+        places.copy_(index[place])
+        values.copy_(total[place].view(torch.int32))
+        head[1:2] += bad
+        head[2:4] = torch.stack([demand & blocks.LOW, demand >> 31])  # for all to cut fairer regions by
 
 
 def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire, by magnitude."""
+    """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
     if device.type != "cuda" or dtype == torch.float64 or numel >= MOST_NUMEL or not _has_triton():
         return False
-    return algorithm.mode == "bounded" and algorithm.wire == "fp32" and algorithm.ranking == "magnitude"
+    return algorithm.mode == "bounded" and algorithm.wire == "fp32"
 
 
 def _demands(heads: Tensor) -> Tensor:
@@ -228,7 +291,8 @@ def _demands(heads: Tensor) -> Tensor:
     return heads[:, 2].long() + (heads[:, 3].long() << 31)
 
 
-def _kernels_on(device: torch.device) -> Any:
+def kernels_on(device: torch.device) -> Any:
+    """Return the kernels of such steps for a device."""
     return blocks if device.type == "cpu" else importlib.import_module("oktopk.kernels.triton")
 
 

@@ -21,6 +21,12 @@ LEAST_ROOM = 8
 """A tile has slots for at least one in so many of its elements."""
 
 LOW = (1 << 31) - 1
+DIGIT_BITS = 10
+"""A threshold is found by its first two digits: 20 of the 31 bits of a magnitude, 1 in 4096 of it."""
+
+SHIFTS = (31 - DIGIT_BITS, 31 - 2 * DIGIT_BITS)
+PIECE = 1 << 16
+"""Elements of a row whose squares are summed at a time."""
 
 
 def room_for(density: float) -> int:
@@ -67,26 +73,132 @@ class Found:
         )
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What has a scale of its own: row r begins at starts[r], and large in it is what reaches threshold * scale[r].
+
+    `first` is the row that each tile begins in, then the last one; `in_tile` and `in_all` are how often a range of rows
+    must be halved to find one. `edges` cut the rows into pieces, row r being pieces ends[r] to ends[r + 1].
+    """
+
+    starts: Tensor
+    scale: Tensor
+    first: Tensor
+    in_tile: int
+    in_all: int
+    edges: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def make(bounds: Tensor, scale: Tensor, device: torch.device) -> Rows:
+        """Return the rows between these bounds: first 0, last numel."""
+        tiles = -(-int(bounds[-1]) // TILE)
+        first = torch.searchsorted(bounds, torch.arange(tiles) * TILE, right=True) - 1
+        first = torch.cat([first, torch.tensor([len(bounds) - 2])])
+        pieces = -(-bounds.diff() // PIECE)
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), pieces.cumsum(0)])
+        within = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(pieces)
+        edges = bounds[:-1].repeat_interleave(pieces) + within * PIECE
+        return Rows(
+            bounds[:-1].int().to(device),
+            scale.float().to(device),
+            first.int().to(device),
+            int(first.diff().max() if tiles else 0).bit_length(),
+            len(scale).bit_length(),
+            torch.cat([edges, bounds[-1:]]).to(device),
+            ends.to(device),
+        )
+
+    def of(self, index: Tensor) -> Tensor:
+        """Return the row of each index."""
+        return torch.searchsorted(self.starts, index.int(), right=True) - 1
+
+
 def group_of(tiles: int) -> int:
     """Return how many tiles are counted together: few enough that they are packed at once, unless there are many."""
     return 16 if tiles <= 1 << 16 else 64
 
 
-def find(grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, found: Found) -> None:
+def bins(device: torch.device) -> Tensor:
+    """Return the counters that `aim` works with: all zero between any two calls."""
+    return torch.zeros(2, 1 << DIGIT_BITS, dtype=torch.int32, device=device)
+
+
+def aim(
+    grad: Tensor,
+    held: Tensor,
+    rows: Rows | None,
+    turn: Tensor,
+    stride: int,
+    wanted: Tensor,
+    counts: Tensor,
+    out: Tensor,
+) -> None:
+    """Write a threshold into `out` that `wanted` (one number, on the device) of a sample of held + grad reach.
+
+    The sample is every stride-th element, beginning elsewhere at every turn. The threshold is the score of one of them,
+    but for its last bits, which are zero; if not so many scores are above zero, it is zero.
+    """
+    places = turn % stride + stride * torch.arange(len(held) // stride, device=held.device)
+    total = held[places] + grad[places].float()
+    aim_in(total.abs() if rows is None else total.abs() / rows.scale[rows.of(places)], wanted, counts, out)
+
+
+def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:
+    """Write a threshold into `out` that `wanted` of these scores, none of them negative, reach."""
+    bits = score.view(torch.int32) & LOW
+    first, above = _digit(torch.bincount(bits >> SHIFTS[0], minlength=counts.shape[1]), wanted)
+    inside = bits[(bits >> SHIFTS[0]) == first]
+    digits = (inside >> SHIFTS[1]) & (counts.shape[1] - 1)
+    second, _ = _digit(torch.bincount(digits, minlength=counts.shape[1]), wanted - above)
+    out.copy_((first << SHIFTS[0] | second << SHIFTS[1]).int().view(torch.float32))
+
+
+def _digit(counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest digit that `wanted` reach, 0 if fewer do, and how many are above it."""
+    reach = counts.flip(0).cumsum(0).flip(0)
+    digit = ((reach >= wanted).sum() - 1).clamp(min=0).view(1)
+    return digit, reach[digit] - counts[digit]
+
+
+def measure(grad: Tensor, held: Tensor, rows: Rows) -> None:
+    """Make each row's scale the rms of held + grad in it; a silent row gets that of the whole, or it would flood.
+
+    Where that is not finite the scale stays as it was.
+    """
+    rescale(_sums((held + grad.float()).square(), rows.edges), rows)
+
+
+def rescale(pieces: Tensor, rows: Rows) -> None:
+    """Make the scales, of the sums of squares of all pieces."""
+    squares, lengths = _sums(pieces, rows.ends), rows.edges[rows.ends].diff()
+    whole = squares.sum() / lengths.sum().clamp(min=1)
+    mean = squares / lengths.clamp(min=1)
+    scale = torch.where(mean > 0, mean, torch.where(whole > 0, whole, 1.0)).sqrt()
+    rows.scale.copy_(torch.where(scale.isfinite(), scale, rows.scale))
+
+
+def _sums(values: Tensor, offsets: Tensor) -> Tensor:
+    return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0.0)  # to check would be to wait
+
+
+def find(grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
     """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`.
 
     Zeros are never found.
     """
     torch.add(held, grad, out=acc)
-    find_in(acc, threshold, found)
+    find_in(acc, threshold, found, rows)
 
 
-def find_in(total: Tensor, threshold: Tensor, found: Found, length: Tensor | None = None) -> None:
-    """Write what reaches the threshold into `found`; behind `length`, on the device, there is nothing but zeros."""
-    del length  # there is no need to know it here
+def find_in(total: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
+    """Write what reaches the threshold into `found`."""
     tiles, room = found.place.shape
-    rows = torch.nn.functional.pad(total, (0, tiles * TILE - len(total))).view(tiles, TILE)
-    size = rows.abs()
+    padded = torch.nn.functional.pad(total, (0, tiles * TILE - len(total))).view(tiles, TILE)
+    size = padded.abs()
+    if rows is not None:
+        each = torch.arange(tiles * TILE, device=total.device).clamp(max=len(total) - 1)
+        threshold = (threshold * rows.scale[rows.of(each)]).view(tiles, TILE)
     hit = (size >= threshold) & (size > 0)
     rank = hit.cumsum(1)
     fits = hit & (rank <= room)
@@ -94,16 +206,16 @@ def find_in(total: Tensor, threshold: Tensor, found: Found, length: Tensor | Non
     beyond = torch.full_like(rank, tiles * room)
     slot = torch.where(fits, row + rank - 1, beyond).view(-1)
     _scatter_(found.place, slot, torch.arange(TILE, dtype=torch.int32, device=total.device).expand(tiles, TILE))
-    _scatter_(found.value, slot, rows)
+    _scatter_(found.value, slot, padded)
     found.count.copy_(fits.sum(1))
     group = group_of(tiles)
-    padded = torch.nn.functional.pad(found.count, (0, len(found.groups) * group - tiles))
-    found.groups.copy_(padded.view(-1, group).sum(1))
+    counts = torch.nn.functional.pad(found.count, (0, len(found.groups) * group - tiles))
+    found.groups.copy_(counts.view(-1, group).sum(1))
     found.bad.zero_()
     found.bad[0] = (~total.isfinite()).sum()
 
 
-def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -> None:
+def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int) -> None:
     """Write what was found into a block for each region, as much as it has room for, and the headers.
 
     Where there is more, `turn` says with what to begin, so that nothing waits for ever; the order stays.
@@ -118,7 +230,7 @@ def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -
     base = torch.stack([(there & (index < cut)).sum() for cut in cuts])
     demand = base.diff()
     place = position - base[region]
-    begin = torch.where(demand > capacity, turn * capacity % demand.clamp(min=1), 0)[region]
+    begin = torch.where(demand > capacity, turn.long() * capacity % demand.clamp(min=1), 0)[region]
     wrapped = (begin + capacity - demand[region]).clamp(min=0)
     fits = there & ((demand[region] <= capacity) | (place < wrapped) | ((place >= begin) & (place < begin + capacity)))
     slot = torch.where((demand[region] > capacity) & (place >= begin), place - begin + wrapped, place)
@@ -133,15 +245,24 @@ def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -
     blocks[:, :HEADER_WORDS] = header.int()
 
 
-def add(block: Tensor, capacity: int, region: Tensor, sign: int = 1) -> None:
-    """Add a block's pairs to the region (sign 1), or make it zero where they are (sign 0)."""
-    there = torch.arange(capacity, device=block.device) < block[0]
-    index = torch.where(there, block[HEADER_WORDS : HEADER_WORDS + capacity].long(), 0)
+def add(block: Tensor, capacity: int, region: Tensor) -> None:
+    """Add a block's pairs to the region."""
+    there, index = _pairs(block, capacity)
     value = block[HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].view(torch.float32)
-    if sign:
-        _scatter_(region, torch.where(there, index, len(region)), region[index] + value)
-    else:
-        _scatter_(region, torch.where(there, index, len(region)), torch.zeros_like(value))
+    _scatter_(region, torch.where(there, index, len(region)), region[index] + value)
+
+
+def claim(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
+    """Write what the region has for each of a block's pairs into `value`, and make it zero there: it is had once."""
+    there, index = _pairs(block, capacity)
+    value.copy_(torch.where(there, region[index], 0.0))
+    _scatter_(region, torch.where(there, index, len(region)), torch.zeros_like(value))
+
+
+def _pairs(block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return which slots have a pair, and its index in the region."""
+    there = torch.arange(capacity, device=block.device) < block[0]
+    return there, torch.where(there, block[HEADER_WORDS : HEADER_WORDS + capacity].long(), 0)
 
 
 def _scatter_(target: Tensor, slot: Tensor, source: Tensor) -> None:
@@ -152,12 +273,13 @@ def _scatter_(target: Tensor, slot: Tensor, source: Tensor) -> None:
 
 
 def deliver(
-    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor
+    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor
 ) -> None:
     """Write the mean over ranks of what all owners kept into `out`, zeros elsewhere; make `acc` what remains.
 
     Where this rank `sent` what was delivered nothing remains, but for what `out`'s dtype cannot hold. If any owner met
-    a NaN or Inf, on its own or among what it was sent, `out` is zero and `acc` as it was `held`.
+    a NaN or Inf, on its own or among what it was sent, `out` is zero and `acc` as it was `held`. The first words of
+    `told` become how many pairs were sent and delivered, and how much was not finite; its last one counts the steps.
     """
     size = len(gathered)
     bad = (gathered[:, 1] != 0).any()
@@ -178,3 +300,11 @@ def deliver(
     _scatter_(out, where, rounded)
     _scatter_(acc, where, kept)
     acc.copy_(torch.where(bad, held, acc))
+    told[:3] = torch.stack([sent[:, 0].sum(), gathered[:, 0].sum(), gathered[:, 1].sum()])
+    told[-1:] += 1
+
+
+def settle(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
+    """If `bad`, one number, is not zero: make `acc` as it was `held`, and all of `out` this."""
+    acc.copy_(torch.where(bad != 0, held, acc))
+    out.copy_(torch.where(bad != 0, torch.full_like(out, filling), out))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, group_of
+from oktopk.kernels.blocks import DIGIT_BITS, HEADER_WORDS, SHIFTS, TILE, Found, Rows, group_of, rescale
 
 NAME = "gpu (triton)"
 LANES = Found.LANES
@@ -25,81 +25,237 @@ SLOTS = 16
 PROGRAMS = 1024
 """Of a kernel that walks along a whole vector, if it does anything at all."""
 
+TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+"""Whether a compiled kernel is called with all arguments, as the one that is compiled."""
 
-def find(grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, found: Found) -> None:
+
+class _Kernel:
+    """A kernel that is launched in a few microseconds, where triton takes several times as long to look up what it has
+    compiled. `numbers` names the arguments that are neither tensors nor constants: what they are changes no code.
+    """
+
+    def __init__(self, fn, numbers):
+        self._jit = triton.jit(fn, do_not_specialize=numbers)
+        names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+        self._is_number = [name in numbers for name in names]
+        self._compiled = {}
+
+    def __call__(self, grid, *args):
+        key = (args[0].get_device(), *map(_kind, args, self._is_number))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._jit[grid](*args)
+            self._compiled[key] = compiled if TAKES_CONSTANTS else None
+        else:
+            compiled[(*grid, 1, 1)[:3]](*args)
+
+
+def _kind(arg, is_number):
+    """Return what triton compiles another kernel for."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return -(2**31) <= arg < 2**31 if is_number and isinstance(arg, int) else is_number or arg
+
+
+def _kernel(*numbers):
+    return lambda fn: _Kernel(fn, numbers)
+
+
+def aim(grad: Tensor, held: Tensor, rows: Rows | None, turn: Tensor, stride: int, wanted: Tensor, counts: Tensor,
+        out: Tensor) -> None:  # fmt: skip
+    """Write a threshold into `out` that `wanted` (one number, on the device) of a sample of held + grad reach."""
+    _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds=True)
+
+
+def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:
+    """Write a threshold into `out` that `wanted` of these scores, none of them negative, reach."""
+    _launch_aim(score, score, None, wanted, 1, wanted, counts, out, adds=False)
+
+
+def _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds):
+    sample = len(held) // stride
+    grid = (max(triton.cdiv(sample, CHUNK), 1),)
+    starts, scale, last, halvings = _flat(rows, held)
+    for digit in range(2):
+        _count(
+            grid, grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
+            digit, adds, rows is not None, halvings, SHIFTS[0], SHIFTS[1], 1 << DIGIT_BITS, CHUNK,
+        )  # fmt: skip
+    _pick((1,), wanted, counts, out, SHIFTS[0], SHIFTS[1], 1 << DIGIT_BITS)
+
+
+def _flat(rows, anything):
+    return (anything, anything, 0, 0) if rows is None else (rows.starts, rows.scale, len(rows.scale) - 1, rows.in_all)
+
+
+def measure(grad: Tensor, held: Tensor, rows: Rows) -> None:
+    """Make each row's scale the rms of held + grad in it."""
+    pieces = torch.empty(len(rows.edges) - 1, device=held.device)
+    if len(pieces):
+        _squares((len(pieces),), grad, held, rows.edges, pieces, CHUNK)
+        rescale(pieces, rows)
+
+
+def find(grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
     """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`."""
-    _launch_find(grad, held, acc, threshold, found, held, adds=True, ends=False)
+    _launch_find(grad, held, acc, threshold, found, rows, adds=True)
 
 
-def find_in(total: Tensor, threshold: Tensor, found: Found, length: Tensor | None = None) -> None:
-    """Write what reaches the threshold into `found`; behind `length`, on the device, there is nothing but zeros."""
-    end = total if length is None else length
-    _launch_find(total, total, total, threshold, found, end, adds=False, ends=length is not None)
+def find_in(total: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
+    """Write what reaches the threshold into `found`."""
+    _launch_find(total, total, total, threshold, found, rows, adds=False)
 
 
-def _launch_find(grad, held, acc, threshold, found, length, adds, ends):
+def _launch_find(grad, held, acc, threshold, found, rows, adds):
     tiles, room = found.place.shape
     found.counters.zero_()
+    starts, scale, first, halvings = (held,) * 3 + (0,) if rows is None else (
+        rows.starts, rows.scale, rows.first, rows.in_tile
+    )  # fmt: skip
     if tiles:
-        _find[(tiles,)](
-            grad, held, acc, threshold, found.place, found.value, found.count, found.bad, found.groups, length,
-            held.numel(), adds, ends, group_of(tiles), TILE, room, LANES, num_warps=4,
+        _find(
+            (tiles,), grad, held, acc, threshold, starts, scale, first, found.place, found.value, found.count,
+            found.bad, found.groups, held.numel(), adds, rows is not None, halvings, group_of(tiles), TILE, room, LANES,
         )  # fmt: skip
 
 
-def send(found: Found, cuts: Tensor, turn: int, blocks: Tensor, capacity: int) -> None:
+def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int) -> None:
     """Write what was found into a block for each region, as much as it has room for, and the headers."""
     tiles, room = found.place.shape
     size, words = blocks.shape
     group = group_of(tiles)
-    plan = torch.empty(3, size + 1, dtype=torch.int64, device=cuts.device)
-    _measure[(size,)](
-        found.place, found.count, found.groups, cuts, found.bad, plan, blocks, words, capacity, turn, tiles,
-        size, group, TILE, room, LANES, num_warps=4,
+    plan = torch.empty(3, size, dtype=torch.int64, device=cuts.device)
+    _plan(
+        (size,), found.place, found.count, found.groups, cuts, found.bad, turn, plan, blocks, words, capacity, tiles,
+        size, group, TILE, room, LANES, CHUNK,
     )  # fmt: skip
     if tiles:
-        _send[(len(found.groups),)](
-            found.place, found.value, found.count, found.groups, cuts, plan, blocks, words, capacity, tiles,
-            size, group, SLOTS, TILE, room, HEADER_WORDS, num_warps=4,
+        _send(
+            (len(found.groups),), found.place, found.value, found.count, found.groups, cuts, plan, blocks, words,
+            capacity, tiles, size, group, SLOTS, TILE, room, HEADER_WORDS, CHUNK,
         )  # fmt: skip
 
 
-def add(block: Tensor, capacity: int, region: Tensor, sign: int = 1) -> None:
-    """Add a block's pairs to the region (sign 1), or make it zero where they are (sign 0)."""
+def add(block: Tensor, capacity: int, region: Tensor) -> None:
+    """Add a block's pairs to the region."""
     if capacity:
-        _add[(triton.cdiv(capacity, CHUNK),)](block, capacity, region, sign, HEADER_WORDS, CHUNK)
+        _add((triton.cdiv(capacity, CHUNK),), block, region, region, capacity, False, HEADER_WORDS, CHUNK)
+
+
+def claim(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
+    """Write what the region has for each of a block's pairs into `value`, and make it zero there: it is had once."""
+    if capacity:
+        _add((triton.cdiv(capacity, CHUNK),), block, region, value, capacity, True, HEADER_WORDS, CHUNK)
 
 
 def deliver(
-    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor
+    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor
 ) -> None:
     """Write the mean over ranks of what all owners kept into `out`, zeros elsewhere; make `acc` what remains."""
     size, words = gathered.shape
     out.zero_()
-    if not capacity or not out.numel():
-        return
-    grid = (triton.cdiv(capacity, CHUNK), size)
-    limit = torch.finfo(out.dtype).max
-    narrow = out.dtype != torch.float32
-    steps = capacity.bit_length()
-    _deliver[grid](gathered, sent, cuts, out, acc, words, capacity, limit, size, narrow, steps, HEADER_WORDS, CHUNK)
-    _undo[(PROGRAMS,)](gathered, held, acc, acc.numel(), words, size, CHUNK)
+    if capacity:
+        _deliver(
+            (triton.cdiv(capacity, CHUNK), size), gathered, sent, cuts, out, acc, held, told, acc.numel(), words,
+            capacity, torch.finfo(out.dtype).max, size, out.dtype != torch.float32, capacity.bit_length(),
+            HEADER_WORDS, len(told), CHUNK,
+        )  # fmt: skip
+
+
+def settle(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
+    """If `bad`, one number, is not zero: make `acc` as it was `held`, and all of `out` this."""
+    _settle((PROGRAMS,), bad, acc, held, out, acc.numel(), filling, CHUNK)
 
 
 @triton.jit
+def _row_of(starts, low, high, place, HALVINGS: tl.constexpr):
+    """The row of each place: the last one that begins there or before, between two that are given."""
+    low += tl.zeros_like(place)
+    high += tl.zeros_like(place)
+    for _ in tl.static_range(HALVINGS):
+        middle = (low + high + 1) >> 1
+        before = tl.load(starts + middle) <= place
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _digit(counts, wanted):
+    """The largest digit that `wanted` reach, and how many are above it."""
+    reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    digit = tl.maximum(tl.sum((reach >= wanted).to(tl.int32), 0) - 1, 0)
+    above = tl.sum(tl.where(tl.arange(0, counts.shape[0]) > digit, counts, 0), 0)
+    return digit, above
+
+
+@_kernel("stride", "sample", "last")
+def _count(
+    grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
+    DIGIT: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Count the first digits of a sample of scores; or the second ones of those that share the threshold's first."""
+    number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    there = number < sample
+    place = tl.load(turn) % stride + number.to(tl.int64) * stride
+    x = tl.load(held + place, there, other=0.0)
+    if ADDS:
+        x = x + tl.load(grad + place, there, other=0.0).to(tl.float32)
+    x = tl.abs(x)
+    if SCALED:
+        row = _row_of(starts, 0, last, tl.where(there, place, 0).to(tl.int32), HALVINGS)
+        x = tl.div_rn(x, tl.load(scale + row))
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    each = tl.arange(0, BINS)
+    digit = bits >> HIGH
+    if DIGIT == 1:
+        first, _ = _digit(tl.load(counts + each), tl.load(wanted))
+        there = there & (digit == first)
+        digit = (bits >> LOW) & (BINS - 1)
+    made = tl.histogram(digit, BINS, mask=there)
+    tl.atomic_add(counts + DIGIT * BINS + each, made, made != 0, sem="relaxed")
+
+
+@_kernel()
+def _pick(wanted, counts, out, HIGH: tl.constexpr, LOW: tl.constexpr, BINS: tl.constexpr):
+    """Put the threshold's digits together, and make all counts zero."""
+    each = tl.arange(0, BINS)
+    first, above = _digit(tl.load(counts + each), tl.load(wanted))
+    second, _ = _digit(tl.load(counts + BINS + each), tl.load(wanted) - above)
+    tl.store(out, ((first << HIGH) | (second << LOW)).to(tl.float32, bitcast=True))
+    tl.debug_barrier()
+    tl.store(counts + each, tl.zeros_like(each))
+    tl.store(counts + BINS + each, tl.zeros_like(each))
+
+
+@_kernel()
+def _squares(grad, held, edges, pieces, CHUNK: tl.constexpr):
+    """Sum the squares of a piece of a row."""
+    piece = tl.program_id(0)
+    start, end = tl.load(edges + piece), tl.load(edges + piece + 1)
+    total = tl.zeros((CHUNK,), tl.float32)
+    while start < end:
+        at = start + tl.arange(0, CHUNK)
+        x = tl.load(held + at, at < end, other=0.0) + tl.load(grad + at, at < end, other=0.0).to(tl.float32)
+        total += x * x
+        start += CHUNK
+    tl.store(pieces + piece, tl.sum(total, 0))
+
+
+@_kernel("numel")
 def _find(
-    grad, held, acc, threshold, place, value, count, bad, groups, length, numel,
-    ADDS: tl.constexpr, ENDS: tl.constexpr, GROUP: tl.constexpr,
+    grad, held, acc, threshold, starts, scale, first, place, value, count, bad, groups, numel,
+    ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     local = tl.arange(0, TILE)
     start = tile.to(tl.int64) * TILE
     limit = tl.load(threshold)
-    if ENDS:  # noqa: SIM102 the inner one is asked on the GPU
-        if start >= tl.load(length):
-            tl.store(count + tile, 0)
-            return
+    if SCALED:
+        row = _row_of(starts, tl.load(first + tile), tl.load(first + tile + 1), tile * TILE + local, HALVINGS)
+        limit = limit * tl.load(scale + row)
     if start + TILE <= numel:
         x = tl.load(held + start + local)
         if ADDS:
@@ -129,49 +285,44 @@ def _find(
 
 
 @triton.jit
-def _groups_before(groups, end, CHUNK: tl.constexpr):
-    """How many were found in the groups before `end`."""
-    total = tl.zeros((CHUNK,), tl.int64)
-    at = tl.arange(0, CHUNK).to(tl.int64)
-    left = end
-    while left > 0:
-        total += tl.load(groups + at, at < end, other=0)
-        at += CHUNK
-        left -= CHUNK
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _before(place, count, groups, cut, tiles, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr):
-    """How many of what was found lie before a cut."""
-    tile = tl.minimum(cut // TILE, tiles)
-    group = tile // GROUP
-    each = group * GROUP + tl.arange(0, GROUP)
-    before = _groups_before(groups, group, 1024) + tl.sum(tl.load(count + each, each < tile, other=0), 0)
+def _before(place, count, cut, tile, tiles, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr):
+    """How many of what was found in the cut's group of tiles lie before the cut."""
+    each = tile // GROUP * GROUP + tl.arange(0, GROUP)
+    before = tl.sum(tl.load(count + each, each < tile, other=0), 0)
     if tile < tiles:
         slot = tl.arange(0, ROOM)
         there = slot < tl.load(count + tile)
         at = tl.load(place + tile * ROOM + slot, there, other=0)
-        before += tl.sum((there & (tile * TILE + at < cut)).to(tl.int64), 0)
+        before += tl.sum((there & (tile * TILE + at < cut)).to(tl.int32), 0)
     return before
 
 
-@triton.jit(do_not_specialize=["turn"])
-def _measure(
-    place, count, groups, cuts, bad, plan, blocks, words, capacity, turn, tiles,
+@_kernel("words", "capacity", "tiles")
+def _plan(
+    place, count, groups, cuts, bad, turn, plan, blocks, words, capacity, tiles,
     SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Plan for each region where it begins among what was found, and which part of it fits; write its block's head."""
     region = tl.program_id(0)
-    low = _before(place, count, groups, tl.load(cuts + region), tiles, GROUP, TILE, ROOM)
-    demand = _before(place, count, groups, tl.load(cuts + region + 1), tiles, GROUP, TILE, ROOM) - low
+    low_cut, high_cut = tl.load(cuts + region), tl.load(cuts + region + 1)
+    low_tile, high_tile = tl.minimum(low_cut // TILE, tiles), tl.minimum(high_cut // TILE, tiles)
+    at = tl.arange(0, CHUNK).to(tl.int64)
+    low_sum, high_sum = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
+    left = high_tile // GROUP
+    while left > 0:
+        counts = tl.load(groups + at, at < high_tile // GROUP, other=0)
+        high_sum += counts
+        low_sum += tl.where(at < low_tile // GROUP, counts, 0)
+        at += CHUNK
+        left -= CHUNK
+    low = tl.sum(low_sum, 0) + _before(place, count, low_cut, low_tile, tiles, GROUP, TILE, ROOM)
+    demand = tl.sum(high_sum, 0) + _before(place, count, high_cut, high_tile, tiles, GROUP, TILE, ROOM) - low
     over = demand > capacity
-    begin = tl.where(over, turn.to(tl.int64) * capacity % tl.maximum(demand, 1), 0)
-    wrapped = tl.where(over, tl.maximum(begin + capacity - demand, 0), 0)
-    row = plan + region
-    tl.store(row, low)
-    tl.store(row + SIZE + 1, begin)
-    tl.store(row + 2 * (SIZE + 1), wrapped)
+    begin = tl.where(over, tl.load(turn).to(tl.int64) * capacity % tl.maximum(demand, 1), 0)
+    tl.store(plan + region, low)
+    tl.store(plan + SIZE + region, begin)
+    tl.store(plan + 2 * SIZE + region, tl.where(over, tl.maximum(begin + capacity - demand, 0), 0))
     block = blocks + region.to(tl.int64) * words
     tl.store(block, tl.minimum(demand, capacity).to(tl.int32))
     tl.store(block + 1, tl.sum(tl.load(bad + tl.arange(0, LANES)), 0))
@@ -179,17 +330,24 @@ def _measure(
     tl.store(block + 3, (demand >> 31).to(tl.int32))
 
 
-@triton.jit
+@_kernel("words", "capacity", "tiles")
 def _send(
     place, value, count, groups, cuts, plan, blocks, words, capacity, tiles,
     SIZE: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
-    HEADER: tl.constexpr,
+    HEADER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Copy the pairs of a group of tiles, a few slots of each at a time: most tiles have few."""
     group = tl.program_id(0)
     tile = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
     held = tl.load(count + tile, tile < tiles, other=0)
-    start = _groups_before(groups, group, 1024) + tl.cumsum(held, 0) - held
+    other = tl.arange(0, CHUNK)
+    before = tl.zeros((CHUNK,), tl.int64)
+    left = group
+    while left > 0:
+        before += tl.load(groups + other, other < group, other=0)
+        other += CHUNK
+        left -= CHUNK
+    start = tl.sum(before, 0) + tl.cumsum(held, 0) - held
     left = tl.max(held, 0)
     slot = tl.arange(0, SLOTS)
     while left > 0:
@@ -201,8 +359,8 @@ def _send(
         for cut in range(1, SIZE):
             region += (index >= tl.load(cuts + cut)).to(tl.int32)
         rank = start[:, None] + slot[None, :] - tl.load(plan + region, there, other=0)
-        begin = tl.load(plan + SIZE + 1 + region, there, other=0)
-        wrapped = tl.load(plan + 2 * (SIZE + 1) + region, there, other=0)
+        begin = tl.load(plan + SIZE + region, there, other=0)
+        wrapped = tl.load(plan + 2 * SIZE + region, there, other=0)
         late = rank >= begin
         fits = there & ((rank < wrapped) | (late & (rank < begin + capacity)))
         to = region.to(tl.int64) * words + HEADER + tl.where(late, rank - begin + wrapped, rank)
@@ -212,33 +370,39 @@ def _send(
         left -= SLOTS
 
 
-@triton.jit
-def _add(block, capacity, region, SIGN: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
+@_kernel("capacity")
+def _add(block, region, value, capacity, CLAIMS: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = slot < tl.load(block)
     at = tl.load(block + HEADER + slot, there, other=0)
-    if SIGN:
-        pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
-        tl.store(region + at, tl.load(region + at, there, other=0.0) + pair, there)
-    else:
+    total = tl.load(region + at, there, other=0.0)
+    if CLAIMS:
+        tl.store(value + slot, total, slot < capacity)
         tl.store(region + at, tl.zeros((CHUNK,), tl.float32), there)
+    else:
+        pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
+        tl.store(region + at, total + pair, there)
 
 
-@triton.jit
-def _any_bad(gathered, words, SIZE: tl.constexpr):
-    bad = 0
-    for owner in range(SIZE):
-        bad |= tl.load(gathered + owner * words + 1)
-    return bad != 0
-
-
-@triton.jit
+@_kernel("numel", "words", "capacity", "limit")
 def _deliver(
-    gathered, sent, cuts, out, acc, words, capacity, limit,
-    SIZE: tl.constexpr, NARROW: tl.constexpr, STEPS: tl.constexpr,
-    HEADER: tl.constexpr, CHUNK: tl.constexpr,
+    gathered, sent, cuts, out, acc, held, told, numel, words, capacity, limit,
+    SIZE: tl.constexpr, NARROW: tl.constexpr, HALVINGS: tl.constexpr, HEADER: tl.constexpr, TOLD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    if _any_bad(gathered, words, SIZE):
+    num_sent, num_kept, bad = 0, 0, 0
+    for owner in range(SIZE):
+        num_sent += tl.load(sent + owner * words)
+        num_kept += tl.load(gathered + owner * words)
+        bad += tl.load(gathered + owner * words + 1)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(told, num_sent)
+        tl.store(told + 1, num_kept)
+        tl.store(told + 2, bad)
+        tl.store(told + TOLD - 1, tl.load(told + TOLD - 1) + 1)
+    if bad != 0:
+        program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+        _copy(held, acc, numel, program, tl.num_programs(0) * tl.num_programs(1), CHUNK)
         return
     owner = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -246,34 +410,44 @@ def _deliver(
     there = slot < tl.load(block)
     at = tl.load(block + HEADER + slot, there, other=0)
     pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
-    # Was it this rank's, too? What it sent is sorted.
-    num_sent = tl.load(own)
-    low = tl.zeros((CHUNK,), tl.int32)
-    high = tl.zeros((CHUNK,), tl.int32) + num_sent
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        here = tl.load(own + HEADER + middle, there & (low < high), other=0)
-        less = here < at
-        low, high = tl.where(less & (low < high), middle + 1, low), tl.where(less | (low >= high), high, middle)
-    taken = there & (low < num_sent) & (tl.load(own + HEADER + low, there & (low < num_sent), other=-1) == at)
+    taken = there
+    if SIZE > 1:  # was it this rank's, too? What it sent is sorted
+        count = tl.load(own)
+        low = tl.zeros((CHUNK,), tl.int32)
+        high = tl.zeros((CHUNK,), tl.int32) + count
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            here = tl.load(own + HEADER + middle, there & (low < high), other=0)
+            less = here < at
+            low, high = tl.where(less & (low < high), middle + 1, low), tl.where(less | (low >= high), high, middle)
+        taken = there & (low < count) & (tl.load(own + HEADER + low, there & (low < count), other=-1) == at)
     where = tl.load(cuts + owner) + at
     mean = tl.div_rn(pair, tl.full((CHUNK,), SIZE, tl.float32))
     if NARROW:
         rounded = tl.minimum(tl.maximum(mean, -limit), limit).to(out.dtype.element_ty)
         tl.store(out + where, rounded, there)
-        held = tl.load(acc + where, there, other=0.0)
-        tl.store(acc + where, tl.where(taken, 0.0, held) + (mean - rounded.to(tl.float32)), there)
+        kept = tl.load(acc + where, there, other=0.0)
+        tl.store(acc + where, tl.where(taken, 0.0, kept) + (mean - rounded.to(tl.float32)), there)
     else:
         tl.store(out + where, mean, there)
         tl.store(acc + where, tl.zeros((CHUNK,), tl.float32), taken)
 
 
 @triton.jit
-def _undo(gathered, held, acc, numel, words, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """If the step is bad, the residual is what it was."""
-    if _any_bad(gathered, words, SIZE):
+def _copy(source, to, numel, program, programs, CHUNK: tl.constexpr):
+    start = program.to(tl.int64) * CHUNK
+    while start < numel:
+        at = start + tl.arange(0, CHUNK)
+        tl.store(to + at, tl.load(source + at, at < numel, other=0.0), at < numel)
+        start += programs.to(tl.int64) * CHUNK
+
+
+@_kernel("numel", "filling")
+def _settle(bad, acc, held, out, numel, filling, CHUNK: tl.constexpr):
+    if tl.load(bad) != 0:
+        _copy(held, acc, numel, tl.program_id(0), tl.num_programs(0), CHUNK)
         start = tl.program_id(0).to(tl.int64) * CHUNK
         while start < numel:
             at = start + tl.arange(0, CHUNK)
-            tl.store(acc + at, tl.load(held + at, at < numel, other=0.0), at < numel)
+            tl.store(out + at, (tl.zeros((CHUNK,), tl.float32) + filling).to(out.dtype.element_ty), at < numel)
             start += tl.num_programs(0).to(tl.int64) * CHUNK

@@ -1,0 +1,169 @@
+"""The laws of an attachment whose steps stay on the device: with the plain kernels, on any machine."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+import oktopk.exchange
+from oktopk import MemorySink, OkTopk
+from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, same_bits, through_a_file
+
+pytestmark = pytest.mark.processes
+
+STEPS, DENSE_STEPS = 8, 2
+
+
+@contextmanager
+def staying() -> Iterator[None]:
+    """On a CPU nobody would choose such steps: make the exchange do so."""
+    before = oktopk.exchange.can_stay
+    oktopk.exchange.can_stay = lambda *_: True
+    try:
+        yield
+    finally:
+        oktopk.exchange.can_stay = before
+
+
+def grads_of(model: DDP) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.module.named_parameters() if p.grad is not None}
+
+
+def step_(model: DDP, step: int, spoil: bool = False) -> dict[str, Tensor]:
+    """Make a step's gradients; return them."""
+    model.zero_grad()
+    loss = loss_of(model, dist.get_rank(), step)
+    (loss * math.nan if spoil and dist.get_rank() == 0 else loss).backward()
+    return grads_of(model)
+
+
+def started(algorithm: OkTopk, **settings: Any) -> tuple[DDP, oktopk.Attached]:
+    model = DDP(Net(), bucket_cap_mb=0.005)
+    attached = attach(model, algorithm, **{"dense_steps": DENSE_STEPS, "exclude": "*.bias", **settings})
+    return model, attached
+
+
+def balance(density: float) -> tuple[float, list[dict[str, Tensor]], int, int]:
+    """Return the largest part of an element's gradients that is lost, and each step's gradients; that steps stayed."""
+    with staying():
+        model, attached = started(OkTopk(density=density, wire="fp32"))
+        local = copy.deepcopy(model.module)
+        applied, came, size = ({n: torch.zeros_like(p) for n, p in local.named_parameters()} for _ in range(3))
+        delivered = []
+        for step in range(STEPS):
+            delivered.append(step_(model, step))
+            local.zero_grad()
+            loss_of(local, dist.get_rank(), step).backward()
+            for name, p in local.named_parameters():
+                assert p.grad is not None
+                applied[name] += delivered[-1][name]
+                came[name] += p.grad
+                size[name] += p.grad.abs()
+        lost = 0.0
+        for name, residual in attached.residual.items():
+            missing = came[name].view(-1) - residual
+            total, magnitude = missing.clone(), size[name].view(-1).clone()
+            dist.all_reduce(total)
+            dist.all_reduce(magnitude)
+            gap = (total / dist.get_world_size() - applied[name].view(-1)).abs() / (magnitude + 1e-12)
+            lost = max(lost, float(gap.max()))
+        stayed = len(attached._exchange._aboard)
+        attached.detach()
+        return lost, delivered, stayed, len(attached._exchange.lanes)
+
+
+@pytest.mark.parametrize("density", [0.05, 1.0])
+@pytest.mark.parametrize("size", [1, 3])
+def test_nothing_is_lost_and_all_ranks_get_the_same(worlds: Worlds, size: int, density: float) -> None:
+    outcomes = worlds.run(size, balance, density)
+    for lost, delivered, stayed, lanes in outcomes:
+        assert stayed == lanes > 1
+        assert lost < 1e-5
+        for mine, first in zip(delivered, outcomes[0][1], strict=True):
+            assert same_bits(mine, first)
+
+
+def accident(on_nonfinite: str) -> tuple[bool, bool, Raised | None, list[bool], int]:
+    """Return whether residuals are as before, what was delivered, what was raised later, and what the records say."""
+    with staying():
+        sink = MemorySink()
+        model, attached = started(OkTopk(density=0.05, wire="fp32"), on_nonfinite=on_nonfinite, sinks=[sink])
+        for step in range(4):
+            step_(model, step)
+        before = attached.residual
+        spoilt = step_(model, 4, spoil=True)
+        undone = same_bits(attached.residual, before)
+        as_said = all(bool((g.isnan() if on_nonfinite == "skip" else g == 0).all()) for g in spoilt.values())
+        raised = None
+        for step in range(5, 9):
+            raised = raised or error_of(lambda step=step: step_(model, step))
+        attached.detach()
+        return undone, as_said, raised, [record.skipped for record in sink.records], len(sink.records)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_step_that_is_not_finite_leaves_no_trace(worlds: Worlds, on_nonfinite: str) -> None:
+    for undone, as_said, raised, skipped, records in worlds.run(2, accident, on_nonfinite):
+        assert undone
+        assert as_said
+        if on_nonfinite == "raise":
+            assert raised is not None
+            assert "step 4" in raised.message
+        else:
+            assert raised is None
+            assert records == 9
+        assert skipped[:5] == [False] * 4 + [True]
+        assert not any(skipped[5:])
+
+
+def resumed(schedule: Any) -> bool:
+    with staying():
+        whole_model, whole = started(OkTopk(density=0.05, wire="fp32"), density_schedule=schedule)
+        for step in range(5):
+            step_(whole_model, step)
+        saved = through_a_file(whole.state_dict())
+        model, attached = started(OkTopk(density=0.05, wire="fp32"), density_schedule=schedule)
+        attached.load_state_dict(saved)
+        same = all(same_bits(step_(whole_model, step), step_(model, step)) for step in range(5, 24))
+        same = same and same_bits(whole.residual, attached.residual)
+        whole.detach()
+        attached.detach()
+        return same
+
+
+@pytest.mark.parametrize("schedule", [None, [(4, 0.5), (4, 0.1)]])
+def test_going_on_from_a_checkpoint_is_never_having_stopped(worlds: Worlds, schedule: Any) -> None:
+    assert all(worlds.run(2, resumed, schedule))
+
+
+def records() -> tuple[list[int], list[tuple[int, int, int]], int]:
+    with staying():
+        sink = MemorySink()
+        model, attached = started(OkTopk(density=0.05, wire="fp32"), sinks=[sink])
+        for step in range(STEPS):
+            step_(model, step)
+            assert attached.last is not None
+            assert attached.last.step == step
+        steps = attached.summary().steps
+        attached.detach()
+        made = [(record.selected, record.nnz, record.wanted) for record in sink.records]
+        return [record.step for record in sink.records], made, steps
+
+
+def test_every_step_has_its_record(worlds: Worlds) -> None:
+    for steps, made, count in worlds.run(2, records):
+        assert steps == list(range(STEPS))
+        assert count == STEPS
+        for selected, nnz, wanted in made[DENSE_STEPS:]:
+            assert 0 < selected <= 1.4 * wanted
+            assert 0 < nnz <= 1.4 * wanted
