@@ -24,7 +24,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "hardware": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": num_cores(),
             "system": f"{platform.system()} {platform.release()}",
             "load": [round(load, 2) for load in os.getloadavg()],
@@ -33,7 +33,8 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the processor."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

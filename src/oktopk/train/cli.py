@@ -15,6 +15,7 @@ from rich.table import Table
 
 import oktopk
 from oktopk.bench.cli import app as bench_app
+from oktopk.doctor.cli import doctor
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.oneline import errors_in_a_line
 from oktopk.report.cli import report, watch
@@ -44,6 +45,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(report)
 app.command()(watch)
+app.command()(doctor)
 
 
 def main(argv: list[str] | None = None) -> None:

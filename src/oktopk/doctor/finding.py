@@ -1,0 +1,50 @@
+"""`Finding`: a line of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec
+
+INFO, OK, NOTE, FAIL = "info", "ok", "note", "FAIL"
+"""How it stands: nothing to judge; as it should be; works, but could be better; wrong."""
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at and what was found, for people; whether that is good, and what to do if not; and figures.
+
+    >>> Finding("versions", "torch", "2.9.0").status
+    'info'
+    """
+
+    about: str
+    name: str
+    found: str
+    status: str = INFO
+    advice: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+
+def raising_is_failing(about: str) -> Callable[[Callable[P, Iterator[Finding]]], Callable[P, Iterator[Finding]]]:
+    """Make a check that raises a finding of its own: the others are wanted all the more then."""
+
+    def around(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:
+        @wraps(check)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
+            try:
+                yield from check(*args, **kwargs)
+            except Exception as error:
+                line = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield Finding(about, "could not be done", line, FAIL)
+
+        return checked
+
+    return around

@@ -1,0 +1,81 @@
+"""How fast is the pass over a gradient, against what memory allows?
+
+To add a gradient to the residual is to read 8 bytes an element and to write 4, so that no selection can be faster than
+12 bytes an element at the speed of a copy, which is measured here, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms import OkTopk
+from oktopk.algorithms.resident import can_stay
+from oktopk.bench.gradients import heavy_tailed
+from oktopk.doctor.finding import NOTE, OK, Finding, raising_is_failing
+from oktopk.doctor.here import LSTM_NUMEL
+from oktopk.kernels import kernels_for
+from oktopk.kernels.blocks import Found, room_for
+
+ROUNDS, LIMIT_S = 9, 0.4
+SAMPLE = 100_000
+COPY_BYTES, FLOOR_BYTES = 8, 12
+SLOW = 0.25
+"""The part of the floor's speed below which something is worth a look."""
+
+
+@raising_is_failing("speed")
+def selection(device: torch.device) -> Iterator[Finding]:
+    """Time a copy, and adding and selecting at the default density."""
+    numel, density = LSTM_NUMEL, OkTopk().density
+    grad, held = heavy_tailed(numel, 1, str(device)), heavy_tailed(numel, 2, str(device))
+    acc = torch.empty_like(held)
+    copy_s = seconds(lambda: acc.copy_(held), device)
+    bandwidth = COPY_BYTES * numel / copy_s
+    yield Finding(
+        "speed", f"copy, {device}", f"{bandwidth / 1e9:,.1f} GB/s", figures={"bytes_per_s": bandwidth}
+    )  # fmt: skip
+    select_s = seconds(_pass_of(grad, held, acc, density), device)
+    fraction = FLOOR_BYTES * numel / bandwidth / select_s
+    found = f"{1e3 * select_s:.3g} ms for {numel:,} elements at {density:.0%}: {fraction:.0%} of the speed of a copy"
+    figures = {"numel": numel, "density": density, "seconds": select_s, "of_copy": fraction}
+    slow = fraction < SLOW
+    advice = "are the cores busy? are the kernels above the fast ones?" if slow else ""
+    yield Finding("speed", f"add and select, {device}", found, NOTE if slow else OK, advice, figures)
+
+
+def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callable[[], object]:
+    """Return the pass of a step over its gradient: acc = held + grad, and what of it is large."""
+    numel, device = len(held), held.device
+    sample = (held + grad)[:: max(numel // SAMPLE, 1)].abs()
+    threshold = sample.topk(max(int(density * len(sample)), 1)).values[-1:].clone()
+    if can_stay(OkTopk(wire="fp32"), numel, held.dtype, device):
+        fast = importlib.import_module("oktopk.kernels.triton")
+        found = Found.make(numel, room_for(density), device)
+        return lambda: fast.find(grad, held, acc, threshold, found)
+    kernels, floors = kernels_for(acc), threshold.tolist()
+    return lambda: kernels.accumulate_seeing(grad, held, acc, [0, numel], floors)
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of some rounds, after one that does not count; fewer where they are slow."""
+    work()
+    took: list[float] = []
+    began = time.perf_counter()
+    while len(took) < ROUNDS and (len(took) < 2 or time.perf_counter() - began < LIMIT_S):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        took.append(time.perf_counter() - start)
+    return median(took)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
