@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from oktopk import __main__
 from oktopk.doctor import FAIL, NOTE, Finding, here, selftest, speed
 from oktopk.doctor import __main__ as plain
-from oktopk.kernels import compiled, cpu
+from oktopk.kernels import blocks, compiled, cpu
 from oktopk.train.cli import app
 
 CPU = torch.device("cpu")
@@ -72,6 +72,21 @@ def test_a_kernel_that_raises_is_a_finding_and_the_rest_goes_on(monkeypatch: pyt
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.stdout
     assert "add and select" in result.stdout
+
+
+def test_the_kernels_of_a_gpu_are_called_as_they_want_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch against itself, on the CPU: the calls are those of triton's, which are made on a GPU alone."""
+    tried = [line for size in selftest.GPU_SIZES for line in selftest._triton_differences(blocks, size, 1, CPU)]
+    assert tried == []
+
+    class Wrong:
+        aim, find, send = blocks.aim, blocks.find, blocks.send
+
+        @staticmethod
+        def add(block: torch.Tensor, capacity: int, region: torch.Tensor) -> None:
+            blocks.add(block, capacity, region.neg_())
+
+    assert any("add at" in line for line in selftest._triton_differences(Wrong, 3000, 1, CPU))
 
 
 def test_an_exchange_that_loses_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ LSTM_NUMEL = 27_569_568
 """The parameters of the paper's speech recogniser."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-STAYING = {"the defaults": OkTopk(), 'wire="fp32"': OkTopk(wire="fp32"), 'mode="paper"': OkTopk(mode="paper")}
+RESIDENT = OkTopk(wire="fp32")
+"""The settings with which steps stay on a GPU, if they can."""
+
+STAYING = {"the defaults": OkTopk(), 'wire="fp32"': RESIDENT, 'mode="paper"': OkTopk(mode="paper")}
 
 
 def versions() -> Iterator[Finding]:
@@ -113,9 +116,7 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
     stays = [name for name, algorithm in STAYING.items() if can_stay(algorithm, LSTM_NUMEL, torch.float32, device)]
     others = ", ".join(name for name in STAYING if name not in stays)
     if stays:
-        yield Finding(
-            "kernels", str(device), f"triton: steps of Reducer stay on the device with {', '.join(stays)}", OK
-        )
+        yield Finding("kernels", str(device), f"triton: steps stay on the device with {', '.join(stays)}", OK)
     elif find_spec("triton") is None:
         found = "plain torch: triton is not installed, and every step waits for the device to count"
         yield Finding("kernels", str(device), found, NOTE, "pip install 'oktopk[gpu]'")

@@ -17,6 +17,7 @@ from oktopk.algorithms import OkTopk
 from oktopk.algorithms.resident import can_stay
 from oktopk.comm import Comm, run_local
 from oktopk.doctor.finding import FAIL, OK, Finding, raising_is_failing
+from oktopk.doctor.here import RESIDENT
 from oktopk.kernels import WORTH_COMPILING, Kernels, blocks, kernels_for, reference
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, bins
 from oktopk.packing import WIDTHS
@@ -42,7 +43,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         wrong = [line for size in SIZES for line in _differences(size, seed)]
         sizes, against = SIZES, "the reference"
-    elif can_stay(OkTopk(wire="fp32"), NUMEL, torch.float32, device):
+    elif can_stay(RESIDENT, NUMEL, torch.float32, device):
         fast = importlib.import_module("oktopk.kernels.triton")
         wrong = [line for size in GPU_SIZES for line in _triton_differences(fast, size, seed, device)]
         sizes, against = GPU_SIZES, "plain torch"
@@ -192,12 +193,13 @@ def _found_by(use: Any, grad: Tensor, held: Tensor) -> dict[str, Tensor]:
     numel, device = len(held), held.device
     threshold = torch.zeros(1, device=device)
     wanted = torch.tensor([max(numel // 100, 1)], device=device)
-    use.aim(grad, held, None, 0, 1, wanted, bins(device), threshold)
+    turn = torch.tensor([3], dtype=torch.int32, device=device)
+    use.aim(grad, held, None, turn, 1, wanted, bins(device), threshold)
     found, acc = Found.make(numel, TILE, device), torch.empty_like(held)
     use.find(grad, held, acc, threshold, found)
     capacity = max(numel // 50, 1)
     message = torch.zeros(RANKS, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device)
-    use.send(found, even_cuts(numel, RANKS).to(device), 3, message, capacity)
+    use.send(found, even_cuts(numel, RANKS).to(device), turn, message, capacity)
     region = torch.zeros(numel, device=device)
     use.add(message[0], capacity, region)
     return {"aim": threshold, "find": acc, "send": message, "add": region}
@@ -209,26 +211,29 @@ def _found_by(use: Any, grad: Tensor, held: Tensor) -> dict[str, Tensor]:
 @raising_is_failing(ABOUT)
 def exchange(device: torch.device) -> Iterator[Finding]:
     """Let two ranks reduce a few gradients: what went in has to be what came out and what is held back."""
-    generator = _fresh()
-    grads = torch.randn(RANKS, STEPS, NUMEL, generator=generator).pow_(3).to(device)
+    yield _exchanged(device, OkTopk(), "default settings")
+    if can_stay(RESIDENT, NUMEL, torch.float32, device) and not can_stay(OkTopk(), NUMEL, torch.float32, device):
+        yield _exchanged(device, RESIDENT, "on the device")
 
-    def rank(comm: Comm) -> tuple[Tensor, Tensor | None]:
-        reducer = Reducer(OkTopk(), comm)
+
+def _exchanged(device: torch.device, algorithm: OkTopk, how: str) -> Finding:
+    grads = torch.randn(RANKS, STEPS, NUMEL, generator=_fresh()).pow_(3).to(device)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        reducer = Reducer(algorithm, comm)
         out = torch.stack([reducer.all_reduce(grad) for grad in grads[comm.rank]])
-        return out, reducer.residual
+        held = reducer.residual
+        assert held is not None
+        return out, held
 
     (out, held), (other, other_held) = run_local(RANKS, rank)
-    assert held is not None
-    assert other_held is not None
     went_in, came_out = grads.double().sum((0, 1)), RANKS * out.double().sum(0)
     missing = float((went_in - came_out - held - other_held).abs().max() / grads.abs().max())
-    what = f"{RANKS} ranks, {STEPS} steps, default settings"
-    figures = {"missing": missing, "delivered": float((out != 0).double().mean())}
+    what, figures = f"{RANKS} ranks, {STEPS} steps, {how}", {"missing": missing}
     if not same_bits(out, other):
-        yield Finding(ABOUT, f"exchange, {device}", f"{what}: the ranks have different results", FAIL, figures=figures)
-    elif missing > TOLERANCE:
-        found = f"{what}: {missing:.1e} of the largest element is missing"
-        yield Finding(ABOUT, f"exchange, {device}", found, FAIL, figures=figures)
+        found, status = "the ranks have different results", FAIL
+    elif not missing <= TOLERANCE:
+        found, status = f"{missing:.1e} of the largest element is missing", FAIL
     else:
-        found = f"{what}: the same bits on both; nothing is lost (to {missing:.0e} of the largest element)"
-        yield Finding(ABOUT, f"exchange, {device}", found, OK, figures=figures)
+        found, status = f"the same bits on both; nothing is lost (to {missing:.0e} of the largest element)", OK
+    return Finding(ABOUT, f"exchange, {device}", f"{what}: {found}", status, figures=figures)

@@ -18,7 +18,7 @@ from oktopk.algorithms import OkTopk
 from oktopk.algorithms.resident import can_stay
 from oktopk.bench.gradients import heavy_tailed
 from oktopk.doctor.finding import NOTE, OK, Finding, raising_is_failing
-from oktopk.doctor.here import LSTM_NUMEL
+from oktopk.doctor.here import LSTM_NUMEL, RESIDENT
 from oktopk.kernels import kernels_for
 from oktopk.kernels.blocks import Found, room_for
 
@@ -37,9 +37,7 @@ def selection(device: torch.device) -> Iterator[Finding]:
     acc = torch.empty_like(held)
     copy_s = seconds(lambda: acc.copy_(held), device)
     bandwidth = COPY_BYTES * numel / copy_s
-    yield Finding(
-        "speed", f"copy, {device}", f"{bandwidth / 1e9:,.1f} GB/s", figures={"bytes_per_s": bandwidth}
-    )  # fmt: skip
+    yield Finding("speed", f"copy, {device}", f"{bandwidth / 1e9:,.1f} GB/s", figures={"bytes_per_s": bandwidth})
     select_s = seconds(_pass_of(grad, held, acc, density), device)
     fraction = FLOOR_BYTES * numel / bandwidth / select_s
     found = f"{1e3 * select_s:.3g} ms for {numel:,} elements at {density:.0%}: {fraction:.0%} of the speed of a copy"
@@ -54,7 +52,7 @@ def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callabl
     numel, device = len(held), held.device
     sample = (held + grad)[:: max(numel // SAMPLE, 1)].abs()
     threshold = sample.topk(max(int(density * len(sample)), 1)).values[-1:].clone()
-    if can_stay(OkTopk(wire="fp32"), numel, held.dtype, device):
+    if can_stay(RESIDENT, numel, held.dtype, device):
         fast = importlib.import_module("oktopk.kernels.triton")
         found = Found.make(numel, room_for(density), device)
         return lambda: fast.find(grad, held, acc, threshold, found)
