@@ -92,7 +92,10 @@ def test_the_selected_count_settles_within_the_band(
     assert max(settled) <= BAND[1], f"{max(settled):.3f} k selected"
 
 
-@pytest.mark.parametrize(("settings", "steps"), [(PLAIN, 60), ({}, 240)], ids=["plain", "as it is"])
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [pytest.param(PLAIN, 60, id="plain"), pytest.param({}, 240, id="as it is", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_no_coordinate_waits_for_ever(mode: str, settings: dict[str, Any], steps: int) -> None:
     """A constant gradient asks for everything at once, every step: whoever is left out must have its turn later.
