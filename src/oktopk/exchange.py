@@ -24,7 +24,7 @@ from torch.futures import Future
 from oktopk.algorithms import Algorithm, OkTopk
 from oktopk.algorithms.resident import LATE, Telling, Told, can_stay
 from oktopk.comm import Metered, Traffic
-from oktopk.device_lane import DeviceLane
+from oktopk.device_lane import DeviceLane, settle_
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.lanes import Lane
 from oktopk.plan import Momentum, Plan
@@ -85,6 +85,7 @@ class _Step:
     """A step being made."""
 
     plan: Plan
+    stays: bool  # on the device
     buckets: list[Bucket] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     under_way: list[_Begun] = field(default_factory=list)
@@ -203,9 +204,10 @@ class Exchange:
             momentum=self.settings.momentum,
             may_be_unused=self._may_be_unused,
         )
-        if not self._stays(plan):
+        stays = self._stays(plan)
+        if not stays:
             self.bring_home()
-        self._now, self._arrived, self._waiting = _Step(plan), {}, list(self.lanes)
+        self._now, self._arrived, self._waiting = _Step(plan, stays), {}, list(self.lanes)
 
     def _stays(self, plan: Plan) -> bool:
         """Whether this step needs nothing that the host would have to ask the device for."""
@@ -222,13 +224,13 @@ class Exchange:
         if clipping:
             step.plan = replace(step.plan, clip=self._clip_factor(step.plan.loss_scale))
         complete = [lane for lane in self._waiting if all(name in self._arrived for name in lane.names)]
-        stays = self._stays(step.plan)
         for lane in complete:
             self._waiting.remove(lane)
             grads = {name: self._arrived[name] for name in lane.names}
-            if stays:
+            if step.stays:
                 aboard = self._take_aboard(lane, step.plan)
-                step.aboard.append((aboard, aboard.start_(grads, self.comm)))
+                aboard.start_(grads, self.comm)
+                step.aboard.append((aboard, self.comm.take()))
                 continue
             step.under_way.append((lane, grads, lane.start_(grads, step.plan, self.comm)))
             if not lane.just_sums(step.plan):
@@ -250,8 +252,9 @@ class Exchange:
     def _clip_factor(self, loss_scale: float) -> float:
         """Return what scales this rank's gradient to a norm of at most clip / sqrt(P)."""
         assert self.settings.clip is not None
-        squares = math.fsum(float(grad.float().dot(grad.float())) for grad in self._arrived.values())
-        norm = math.sqrt(squares) / loss_scale
+        # Not by dot(): that adds up in another order where DDP has put a gradient elsewhere, as after a restart.
+        norms = [float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for grad in self._arrived.values()]
+        norm = math.sqrt(math.fsum(norm * norm for norm in norms)) / loss_scale
         limit = self.settings.clip / math.sqrt(self.comm.size)
         return limit / norm if math.isfinite(norm) and norm > limit else 1.0
 
@@ -280,7 +283,7 @@ class Exchange:
 
     def _hear(self, unheard: _Unheard) -> None:
         step = unheard.step
-        told = [Told.of(words) for words in unheard.telling.wait().view(-1, Told.NUM_WORDS)]
+        told = [Told.of(words) for words in unheard.telling.wait()]
         for (aboard, traffic), each in zip(step.aboard, told, strict=True):
             step.records.append(aboard.record(each, traffic, step.plan, self.comm.size))
         if any(each.bad for each in told):
@@ -303,8 +306,6 @@ class Exchange:
         self._now, self.next_step = None, self.next_step + 1
         if not step.aboard:
             self._note(step, time.perf_counter() - step.buckets[-1].came_s)
-        else:
-            self.hear(but=LATE)
         error, self._late = step.nonfinite or self._late, None
         for bucket in step.buckets:
             # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
@@ -317,10 +318,9 @@ class Exchange:
 
     def _settle(self, step: _Step) -> None:
         """Commit all lanes, or none, as the device alone knows."""
-        words = torch.cat([aboard.words for aboard, _ in step.aboard])
-        bad = words.view(-1, Told.NUM_WORDS)[:, 2].sum()
-        for aboard, _ in step.aboard:
-            aboard.settle_(bad, step.plan, self._delivers_nan)
+        lanes, filling = [aboard for aboard, _ in step.aboard], math.nan if self._delivers_nan else 0.0
+        words = settle_(lanes, step.plan, self.comm, filling)
+        step.aboard[0][1].add_(self.comm.take())
         waited = time.perf_counter() - step.buckets[-1].came_s
         self._unheard.append(_Unheard(step, Telling.start(words), waited))
 
@@ -337,14 +337,18 @@ class Exchange:
         self._untold.append(record)
 
     def tell(self) -> None:
-        """Write the records of the steps made since the last time to the sinks."""
+        """Write the records of the steps made since the last time to the sinks, but for those that may still run."""
+        self.hear(but=LATE - 1)
+        self._write()
+
+    def _write(self) -> None:
         while self._untold:
             self.sinks.write(self._untold.popleft())
 
     def close(self) -> None:
         """Tell the sinks of the last steps, and close them."""
         self.hear()
-        self.tell()
+        self._write()
         self.sinks.close()
 
     def _give_up(self, error: BaseException, bucket: Bucket) -> None:
@@ -361,11 +365,14 @@ class Exchange:
         """Make sure that all ranks are about to do the same."""
         shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
         dense = [name for lane in self.lanes for name in lane.dense_names]
-        mine = [zlib.crc32(repr(shapes).encode()), self.settings.fingerprint(dense), self.next_step]
+        stays = self._stays(Plan(self.next_step, self.settings.algorithm, momentum=self.settings.momentum))
+        mine = [zlib.crc32(repr(shapes).encode()), self.settings.fingerprint(dense), self.next_step, int(stays)]
         device = self.lanes[0].residual.held.device if self.lanes else torch.device("cpu")
         every = self.comm.all_gather(torch.tensor(mine, device=device)).tolist()
         self.comm.take()
-        for what, column in zip(("parameters", "settings", "step"), zip(*every, strict=True), strict=True):
+        for what, column in zip(
+            ("parameters", "settings", "step", "kind of device"), zip(*every, strict=True), strict=True
+        ):
             if len(set(column)) > 1:
                 differing = [rank for rank, value in enumerate(column) if value != column[0]]
                 raise MismatchError(f"the ranks disagree on the {what}: {differing} differ from rank 0")

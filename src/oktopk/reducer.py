@@ -144,12 +144,16 @@ class Reducer:
     def _agree(self, flat: Tensor) -> None:
         """Make sure, before the first gradient travels, that all ranks are about to do the same; then make room."""
         dtype = DTYPES.index(flat.dtype) if flat.dtype in DTYPES else -1
-        mine = [flat.numel(), dtype, self._step, zlib.crc32(self._description().encode())]
+        algorithm = self.algorithm if isinstance(self.algorithm, OkTopk) else None
+        stays = algorithm is not None and can_stay(algorithm, flat.numel(), flat.dtype, flat.device)
+        mine = [flat.numel(), dtype, self._step, zlib.crc32(self._description().encode()), int(stays)]
         every = self._comm.all_gather(torch.tensor(mine, device=flat.device)).tolist()
         if -1 in (row[1] for row in every):
             rank = [row[1] for row in every].index(-1)
             raise InputError(f"rank {rank} came with a tensor that is not float32, float64, bfloat16 or float16")
-        for what, column in zip(("numel", "dtype", "step", "settings"), zip(*every, strict=True), strict=True):
+        for what, column in zip(
+            ("numel", "dtype", "step", "settings", "kind of device"), zip(*every, strict=True), strict=True
+        ):
             if len(set(column)) > 1:
                 raise MismatchError(_disagreement(what, column))
         self._check_same_numel(flat)
@@ -157,8 +161,8 @@ class Reducer:
             wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
             self._state = self._init(flat.numel())
             self._residual = Residual(flat.numel(), wide, flat.device)
-        if isinstance(self.algorithm, OkTopk) and can_stay(self.algorithm, flat.numel(), flat.dtype, flat.device):
-            self._resident = Resident.make(self.algorithm, self._state, self._comm, flat.device)
+        if algorithm is not None and stays:
+            self._resident = Resident.make(algorithm, self._state, self._comm, flat.device)
         self._dtype, self._agreed = flat.dtype, True
         self.traffic.add_(self._comm.take())
 

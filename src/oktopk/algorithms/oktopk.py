@@ -38,7 +38,8 @@ class OkTopk:
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
     ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (a row of a matrix)
     wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes and
-                        less; "auto": int8, but fp32 where everything travels, so that density 1 equals dense
+                        less; "auto": int8, but fp32 where everything travels, so that density 1 equals dense, and
+                        where steps stay on a GPU, which does not pack (docs/gpu.md)
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')
     repartition_every   paper: steps between partitions of the index space (tau)

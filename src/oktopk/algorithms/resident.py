@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -283,7 +284,7 @@ def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.de
     """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
     if device.type != "cuda" or dtype == torch.float64 or numel >= MOST_NUMEL or not _has_triton():
         return False
-    return algorithm.mode == "bounded" and algorithm.wire == "fp32"
+    return algorithm.mode == "bounded" and algorithm.wire in ("auto", "fp32")
 
 
 def _demands(heads: Tensor) -> Tensor:
@@ -296,5 +297,6 @@ def kernels_on(device: torch.device) -> Any:
     return blocks if device.type == "cpu" else importlib.import_module("oktopk.kernels.triton")
 
 
+@cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
