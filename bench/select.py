@@ -1,10 +1,14 @@
-"""How long does it take to add, select and pack on a GPU, against what moving the bytes takes?
+"""How long does it take to add and select, against what moving the bytes takes?
 
-    python -m bench.select
+    python -m bench.select                  # on the GPU, if there is one
+    python -m bench.select --device cpu
 
-The floor is 12 bytes an element (read gradient and residual, write residual) at the speed of a copy measured in the
-same run. Beside it: `torch.topk(acc.abs(), k)`, which selects and does nothing else, and the whole bounded
-`Reducer.all_reduce` of one rank over NCCL: that finds a threshold, exchanges, writes the result, too. Last line: JSON.
+On a GPU: add, select and pack. The floor is 12 bytes an element (read gradient and residual, write residual) at the
+speed of a copy measured in the same run. Beside it: `torch.topk(acc.abs(), k)`, which selects and does nothing else;
+and the whole bounded `Reducer.all_reduce` of one rank over NCCL: that finds a threshold and writes the result, too.
+
+On a CPU: the fused pass (add, and note what reaches a threshold) of the kernels that are in use, against the reference
+in plain torch and a triad over the same arrays, with one thread and with all cores. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -25,6 +31,9 @@ from torch import Tensor
 import oktopk
 from oktopk.algorithms.bounded import room
 from oktopk.bench.gradients import heavy_tailed
+from oktopk.bench.processes import num_cores, spread
+from oktopk.feedback import Residual
+from oktopk.kernels import kernels_for, reference
 from oktopk.kernels.blocks import HEADER_WORDS, Found, room_for
 from oktopk.kernels.graphs import Graphs
 from oktopk.partition import even_cuts
@@ -79,7 +88,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     copy = seconds(lambda: acc.copy_(held))
     find = seconds(lambda: kernels.find(grad, held, acc, threshold, found))
     both = seconds(lambda: graphs.run(whole, grad))  # launched as the library does it
-    topk = seconds(lambda: acc.abs().topk(k), 5) if numel < 500_000_000 else None
+    topk = seconds(lambda: acc.abs().topk(k), 5)
     reducer = oktopk.Reducer(oktopk.OkTopk(density=density, wire="fp32"), oktopk.ProcessGroupComm())
     out = torch.empty_like(grad)
     step = seconds(lambda: reducer.all_reduce(grad, out=out))
@@ -118,24 +127,76 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Time all sizes and print them."""
+def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[str, Any]:
+    """Return the times of one size and density on the CPU."""
+    residual = Residual(numel, torch.float32, torch.device("cpu"))
+    grad, held, acc = heavy_tailed(numel, 1), residual.held.copy_(heavy_tailed(numel, 2)), residual.acc
+    bounds, floors = np.array([0, numel]), kth_largest(held + grad, num_selected(numel, density)).double().numpy()
+    kernels, before = kernels_for(acc), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    work = {
+        "triad": lambda: torch.add(grad, held, alpha=2.0, out=acc),
+        "fused": lambda: kernels.accumulate_seeing(grad, held, acc, bounds, floors),
+        "reference": lambda: reference.accumulate_seeing(grad, held, acc, bounds, floors),
+    }
+    laps: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(rounds + 1):
+        for name, each in work.items():
+            start = time.perf_counter()
+            each()
+            laps[name].append(time.perf_counter() - start)
+    torch.set_num_threads(before)
+    times = {name: spread(each[1:]) for name, each in laps.items()}
+    return {"numel": numel, "density": density, "threads": threads, "kernel": kernels.NAME, **times}
+
+
+def show_cpu(rows: list[dict[str, Any]]) -> None:
+    """Print the table of the CPU."""
+    table = Table(title=f"add and select in one pass, {rows[0]['kernel']}, medians")
+    for name in ("elements", "density", "threads", "triad ms", "fused ms", "x triad", "reference ms", "x fused"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        triad, fused, slow = (row[name]["median"] for name in ("triad", "fused", "reference"))
+        table.add_row(
+            f"{row['numel']:,}", f"{row['density']:.1%}", str(row["threads"]), f"{1e3 * triad:.2f}",
+            f"{1e3 * fused:.2f}", f"{fused / triad:.2f}", f"{1e3 * slow:.2f}", f"{slow / fused:.1f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Time all sizes, print them, and return what the JSON line holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, nargs="+", default=list(NUMELS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--numel", type=int, nargs="+", help="default: 1 M to 537 M; on the CPU 1 M and 27.6 M")
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES))
+    parser.add_argument("--rounds", type=int, default=9, help="on the CPU")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark wants a CUDA GPU, and there is none here; bench.reduce times the CPU")
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here; --device cpu times the CPU")
+    if chosen.device == "cpu":
+        threads = sorted({1, num_cores()})
+        each = itertools.product(chosen.numel or NUMELS[:2], chosen.density, threads)
+        rows = [time_on_cpu(*case, chosen.rounds) for case in each]
+        show_cpu(rows)
+        name = "cpu"
+    else:
+        rows, name = time_on_gpu(chosen.numel or list(NUMELS), chosen.density), torch.cuda.get_device_name()
+        show(rows)
+    result = {"bench": "select", "device": name, "torch": torch.__version__, "rows": rows}
+    print(json.dumps(result))
+    return result
+
+
+def time_on_gpu(numels: list[int], densities: list[float]) -> list[dict[str, Any]]:
+    """Return the times of all sizes, densities and dtypes."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
-    for numel in chosen.numel:
-        for density in chosen.density:
-            for dtype in DTYPES.values():
-                rows.append(time_one(numel, density, dtype))
-                torch.cuda.empty_cache()
+    for numel, density, dtype in itertools.product(numels, densities, DTYPES.values()):
+        rows.append(time_one(numel, density, dtype))
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
-    show(rows)
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+    return rows
 
 
 if __name__ == "__main__":
