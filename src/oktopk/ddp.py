@@ -263,7 +263,7 @@ class Attached:
         total = [parameter.numel() for parameter in self._exchange.parameters.values()]
         sparse = sum(total) - sum(dense)
         steps = self._exchange.settings.dense_steps
-        kernel = kernels_for(self._exchange.lanes[0].residual.held).NAME if self._exchange.lanes else "none"
+        kernel = "gpu (triton), steps stay there" if self._exchange.stays else self._kernel()
         sys.stderr.write(
             f"oktopk: {self.algorithm} on {self._exchange.comm.size} ranks; "
             f"{f'{steps} dense steps, then sparse' if steps else 'sparse from the first step'}; "
@@ -272,6 +272,9 @@ class Attached:
         )
         if not sparse:
             sys.stderr.write("oktopk: WARNING: every parameter travels dense, nothing will be compressed\n")
+
+    def _kernel(self) -> str:
+        return kernels_for(self._exchange.lanes[0].residual.held).NAME if self._exchange.lanes else "none"
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""

@@ -63,10 +63,10 @@ class DeviceLane:
     def record(self, told: Told, traffic: Traffic, plan: Plan, size: int) -> StepRecord:
         """Return what a step did, once the host has been told."""
         reduced = Reduced(
-            Sparse.empty(self._split, self.lane.residual.held), slice(0), selected=told.selected,
+            Sparse.empty(self._split, torch.empty(0)), slice(0), selected=told.selected,
             threshold=told.threshold, global_threshold=told.kept_threshold,
         )  # fmt: skip
-        return self.lane.record(self._split, reduced, plan, traffic, size, pairs=told.nnz)
+        return self.lane.record(self._split, reduced, plan, traffic, size, told_pairs=told.nnz)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""

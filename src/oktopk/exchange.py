@@ -209,6 +209,11 @@ class Exchange:
             self.bring_home()
         self._now, self._arrived, self._waiting = _Step(plan, stays), {}, list(self.lanes)
 
+    @property
+    def stays(self) -> bool:
+        """Whether sparse steps stay on the device."""
+        return self._stays(Plan(self.next_step, self.settings.algorithm, momentum=self.settings.momentum))
+
     def _stays(self, plan: Plan) -> bool:
         """Whether this step needs nothing that the host would have to ask the device for."""
         asks = plan.momentum is not None or self.settings.clip is not None or self.settings.scaled
@@ -338,8 +343,12 @@ class Exchange:
 
     def tell(self) -> None:
         """Write the records of the steps made since the last time to the sinks, but for those that may still run."""
-        self.hear(but=LATE - 1)
-        self._write()
+        try:
+            self.hear(but=LATE - 1)
+            self._write()
+        except BaseException as error:  # whatever it is, the next backward() must hear of it, and the other ranks too
+            self.comm.fail(error)
+            self.failure = self.failure or error
 
     def _write(self) -> None:
         while self._untold:
@@ -365,8 +374,7 @@ class Exchange:
         """Make sure that all ranks are about to do the same."""
         shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
         dense = [name for lane in self.lanes for name in lane.dense_names]
-        stays = self._stays(Plan(self.next_step, self.settings.algorithm, momentum=self.settings.momentum))
-        mine = [zlib.crc32(repr(shapes).encode()), self.settings.fingerprint(dense), self.next_step, int(stays)]
+        mine = [zlib.crc32(repr(shapes).encode()), self.settings.fingerprint(dense), self.next_step, int(self.stays)]
         device = self.lanes[0].residual.held.device if self.lanes else torch.device("cpu")
         every = self.comm.all_gather(torch.tensor(mine, device=device)).tolist()
         self.comm.take()

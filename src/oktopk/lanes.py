@@ -284,12 +284,20 @@ class Lane:
             self.velocity.acc[span] = self.velocity.held[span]
 
     def record(
-        self, split: int, reduced: Reduced | None, plan: Plan, traffic: Traffic, size: int, pairs: int | None = None
+        self,
+        split: int,
+        reduced: Reduced | None,
+        plan: Plan,
+        traffic: Traffic,
+        size: int,
+        told_pairs: int | None = None,
     ) -> StepRecord:
-        """Return the record of what a step did; `pairs` says how many were delivered, where the sum does not."""
+        """Return the record of what a step did; `told_pairs` says how many were delivered, where the sum does not."""
         numel, side = self.residual.held.numel(), self.residual.held.numel() - split
-        if pairs is None:
-            pairs = reduced.sum.nnz if reduced is not None and isinstance(reduced.sum, Sparse) else 0
+        pairs = told_pairs or 0
+        if told_pairs is None and reduced is not None and isinstance(reduced.sum, Sparse):
+            pairs = reduced.sum.nnz
+        owners = () if reduced is None or told_pairs is not None else _nnz_by_owner(reduced.sum, self.state)
         nnz = side + (pairs if reduced is None or isinstance(reduced.sum, Sparse) else split)
         density = getattr(plan.algorithm, "density", 1.0)
         return StepRecord(
@@ -310,7 +318,7 @@ class Lane:
             collectives=traffic.by_collective,
             world_size=size,
             side_numel=side,
-            nnz_by_owner=() if reduced is None else _nnz_by_owner(reduced.sum, self.state),
+            nnz_by_owner=owners,
             threshold=None if reduced is None else reduced.threshold,
             global_threshold=None if reduced is None else reduced.global_threshold,
         )

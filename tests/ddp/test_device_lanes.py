@@ -167,3 +167,28 @@ def test_every_step_has_its_record(worlds: Worlds) -> None:
         for selected, nnz, wanted in made[DENSE_STEPS:]:
             assert 0 < selected <= 1.4 * wanted
             assert 0 < nnz <= 1.4 * wanted
+
+
+def broken_hearing() -> Raised | None:
+    """Return what backward() says after the records could not be made on one rank."""
+    with staying():
+        model, attached = started(OkTopk(density=0.05, wire="fp32"))
+        if dist.get_rank() == 0:
+
+            def fail(_: Any) -> None:
+                raise RuntimeError("the device is gone")
+
+            attached._exchange._hear = fail  # type: ignore[method-assign]
+        raised = None
+        for step in range(STEPS):
+            raised = raised or error_of(lambda step=step: step_(model, step))
+        attached._exchange._unheard.clear()
+        return raised
+
+
+def test_what_breaks_behind_the_steps_ends_all_ranks(worlds: Worlds) -> None:
+    first, second = worlds.run(2, broken_hearing)
+    assert first is not None
+    assert second is not None
+    assert "the device is gone" in first.message
+    assert "the device is gone" in second.message or "rank 0" in second.message
