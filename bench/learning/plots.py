@@ -11,6 +11,7 @@ from bench.learning.tables import LINKS_BPS, Run, metric_of, simulated_seconds, 
 from bench.learning.workload import METRICS
 
 PANEL_INCHES = (4.2, 3.6)
+COLUMNS = 3
 DPI = 110
 
 
@@ -20,36 +21,50 @@ def draw(runs: Sequence[Run], compute_s: float, folder: Path) -> list[Path]:
 
 
 def _draw(what: str, runs: Sequence[Run], compute_s: float, folder: Path) -> Path:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    axes = _axes(compute_s)
+    axes, styles = _axes(compute_s), _styles(runs)
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * len(axes), height), layout="constrained")
-    names = list(dict.fromkeys(run["setting"]["name"] for run in runs))
-    colour = matplotlib.colormaps["tab20"]
-    for panel, (label, place) in zip(figure.subplots(1, len(axes)), axes.items(), strict=True):
+    rows = len(axes) // COLUMNS + 1  # one panel more, for the legend
+    figure = Figure(figsize=(width * COLUMNS, height * rows), layout="constrained")
+    panels = figure.subplots(rows, COLUMNS).flat
+    for panel, (label, place) in zip(panels, axes.items(), strict=False):
         for run in runs:
-            at, values = _points(what, run, place(run))
             name = run["setting"]["name"]
-            i = names.index(name)
             first = run is next(each for each in runs if each["setting"]["name"] == name)
-            style = (
-                {"color": "black"}
-                if name == "dense"
-                else {"color": colour(i % 20), "ls": ("-", "--", ":")[i // 20 % 3]}
-            )
-            panel.plot(at, values, lw=1.1, label=name if first else None, **style)
+            panel.plot(*_points(what, run, place(run)), lw=1.1, label=name if first else None, **styles[name])
         panel.set(xlabel=label, ylabel="training loss" if what == "loss" else METRICS[what].label)
         if label != "steps":
-            panel.set_xscale("log")
+            _make_log(panel.xaxis, panel.set_xscale)
         if what == "loss":
-            panel.set_yscale("log")
+            _make_log(panel.yaxis, panel.set_yscale)
         panel.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    for panel in figure.axes[len(axes) :]:
+        panel.axis("off")
+    figure.axes[len(axes)].legend(*figure.axes[0].get_legend_handles_labels(), loc="upper left", fontsize="small")
     path = folder / f"{what}.png"
     figure.savefig(path, dpi=DPI)
     return path
+
+
+def _styles(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Return how each setting's lines look: dense's are black."""
+    import matplotlib
+
+    colour = matplotlib.colormaps["tab10"]
+    others = [name for name in dict.fromkeys(run["setting"]["name"] for run in runs) if name != "dense"]
+    styles = {name: {"color": colour(i % 10), "ls": ("-", "--", ":")[i // 10 % 3]} for i, name in enumerate(others)}
+    return {"dense": {"color": "black"}, **styles}
+
+
+def _make_log(axis: Any, set_scale: Any) -> None:
+    """Make an axis logarithmic, with labels at 1, 2 and 5: some have less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    set_scale("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _axes(compute_s: float) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def figures_of(run: Run, losses: Sequence[float], goals: Sequence[float], comput
 
 def window_of(run: Run) -> int:
     """Return over how many steps a training loss is averaged: the workload's window, or as many as there are."""
-    window = run["window"] if "window" in run else run["steps_per_epoch"]  # as runs before 2026-11-17 have it
+    window = run["window"] if "window" in run else run["steps_per_epoch"]  # as older runs have it
     return max(1, min(int(window), int(run["steps"])))
 
 
