@@ -46,7 +46,7 @@ class OkTopk:
     rescale_every       steps between updates of the scales
     cap                 paper: no step selects more than cap * k pairs; the rest waits in the residual
 
-    The defaults are those that came to dense's word error rate in as many steps (`docs/learning.md`).
+    The defaults are those that learned as fast as dense, or nearly (`docs/learning.md`).
     """
 
     density: float = 0.03

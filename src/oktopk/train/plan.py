@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.table import Table
 from torch import nn
 
+from oktopk.algorithms import Algorithm, OkTopk
+from oktopk.algorithms.resident import can_stay
 from oktopk.cost import predict
 from oktopk.ddp import small_or_vector
 from oktopk.report.shown import megabytes
@@ -55,11 +57,20 @@ class Plan:
         """Bytes that a worker sends in a dense step."""
         return 2 * WORD_BYTES * self.numel * (self.workers - 1) // self.workers
 
+    def _algorithm(self) -> Algorithm:
+        """Return the algorithm as it sends on this device: where steps stay on a GPU, nothing is packed."""
+        config, algorithm = self.config, self.config.algorithm()
+        asks = config.momentum_correction or config.clip_place == "local"
+        if asks or not isinstance(algorithm, OkTopk):
+            return algorithm
+        stays = can_stay(algorithm, self.sparse_numel, torch.float32, torch.device(self.device))
+        return replace(algorithm, wire="fp32") if stays else algorithm
+
     @property
     def sparse_bytes(self) -> int:
         """Bytes that a worker typically sends in a sparse step, headers and agreements aside."""
         side = 2 * WORD_BYTES * (self.numel - self.sparse_numel) * (self.workers - 1) // self.workers
-        return side + round(WORD_BYTES * predict(self.config.algorithm(), self.sparse_numel, self.workers).typical)
+        return side + round(WORD_BYTES * predict(self._algorithm(), self.sparse_numel, self.workers).typical)
 
     @property
     def warning(self) -> str | None:
