@@ -17,6 +17,7 @@ from tests.laws import check_every_law, same_run
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30)  # the long tests have five times as many
 @given(data=st.data())
 def test_every_law_holds_on_every_step(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))

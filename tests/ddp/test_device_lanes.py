@@ -49,7 +49,7 @@ def step_(model: DDP, step: int, spoil: bool = False) -> dict[str, Tensor]:
 
 def started(algorithm: OkTopk, **settings: Any) -> tuple[DDP, oktopk.Attached]:
     model = DDP(Net(), bucket_cap_mb=0.005)
-    attached = attach(model, algorithm, **{"dense_steps": DENSE_STEPS, "exclude": "*.bias", **settings})
+    attached = attach(model, algorithm, **{"dense_steps": DENSE_STEPS, "exclude": "*.bias", "timeout": 4.0, **settings})
     return model, attached
 
 

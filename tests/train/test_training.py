@@ -449,6 +449,7 @@ def test_dense_steps_are_those_of_plain_pytorch(
         torch.testing.assert_close(ended.shared["net"][name], expected.data, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_at_density_1_sparse_steps_are_those_of_plain_pytorch_with_less_momentum(
     tmp_path: Path, tiny: Settings, speech: Path
 ) -> None:
