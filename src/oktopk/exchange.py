@@ -7,6 +7,7 @@ of up to two steps later.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 import zlib
@@ -357,6 +358,8 @@ class Exchange:
     def close(self) -> None:
         """Tell the sinks of the last steps, and close them."""
         self.hear()
+        if self._late is not None:  # there is no backward() left to raise it
+            sys.stderr.write(f"oktopk: WARNING: {self._late}\n")
         self._write()
         self.sinks.close()
 

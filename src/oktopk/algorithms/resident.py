@@ -162,9 +162,8 @@ class Resident:
         with comm.phase("select"):
             if self.rows is not None and self.step % self.rescale_every == 0:
                 kernels.measure(grad, held, self.rows)
-            self.graphs.run(
-                self._select_ if self.owner is not None else self._select_and_deliver_, grad, held, acc, out
-            )
+            work = self._select_and_deliver_ if self.owner is None else self._select_
+            self.graphs.run(work, grad, held, acc, out)
         if self.owner is not None:
             with comm.phase("exchange"):
                 arrived = comm.all_to_all_even(self.blocks)
