@@ -66,12 +66,15 @@ class Reducer:
         self._state: Any = None
         self._resident: Resident | None = None
         self._unheard: deque[tuple[Telling, Traffic]] = deque()
+        self._heard: tuple[Told, Traffic, int] | None = None  # of which there is no record yet, and its step
 
     @property
     def last(self) -> StepRecord | None:
         """The record of the latest step; where steps stay on the device, asking for it waits for that step."""
         while self._unheard:
             self._hear()
+        if self._heard is not None:
+            self._last, self._heard = self._record_of(*self._heard), None
         return self._last
 
     @property
@@ -114,7 +117,9 @@ class Reducer:
             state = from_plain(self._init(held.numel()), saved["state"])
             residual = Residual(held.numel(), held.dtype, held.device)
             residual.held.copy_(held)
-        self._residual, self._state, self._step, self._resident = residual, state, saved["step"], None
+        self._residual, self._state, self._step = residual, state, saved["step"]
+        self._resident, self._heard = None, None
+        self._unheard.clear()
         self._dtype = None if saved["dtype"] is None else getattr(torch, saved["dtype"])
         self._agreed = False
 
@@ -185,21 +190,24 @@ class Reducer:
         return mean
 
     def _hear(self) -> None:
-        """Make the record of the oldest step that the device has not told of."""
-        assert self._resident is not None
+        """Learn what the oldest step did that the device has not told of; its record is made if it is asked for."""
         telling, traffic = self._unheard.popleft()
-        told = Told.of(telling.wait())
-        step = self._step - len(self._unheard) - 1
-        reduced = Reduced(
-            Sparse.empty(self._resident.numel, self._resident.threshold), slice(0), selected=told.selected,
-            threshold=told.threshold, global_threshold=told.kept_threshold,
-        )  # fmt: skip
-        self._last = self._make_record(reduced, traffic, step, told.nnz, skipped=bool(told.bad))
+        told, step = Told.of(telling.wait()), self._step - len(self._unheard) - 1
+        self.traffic.add_(traffic)
+        self._heard = told, traffic, step
         if told.bad and self.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"step {step}: a rank's gradient plus its residual was not finite; that step delivered zeros on all "
                 f"ranks, and the residual is as it was before it"
             )
+
+    def _record_of(self, told: Told, traffic: Traffic, step: int) -> StepRecord:
+        assert self._resident is not None
+        reduced = Reduced(
+            Sparse.empty(self._resident.numel, torch.empty(0)), slice(0), selected=told.selected,
+            threshold=told.threshold, global_threshold=told.kept_threshold,
+        )  # fmt: skip
+        return self._make_record(reduced, traffic, step, told.nnz, skipped=bool(told.bad))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
         """Return acc, and this rank's verdict on it."""
@@ -221,13 +229,14 @@ class Reducer:
 
     def _record(self, reduced: Reduced, skipped: bool = False) -> None:
         nnz = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.nnz
-        self._last = self._make_record(reduced, self._comm.take(), self._step, nnz, skipped)
+        traffic = self._comm.take()
+        self.traffic.add_(traffic)
+        self._last = self._make_record(reduced, traffic, self._step, nnz, skipped)
         self._step += 1
 
     def _make_record(self, reduced: Reduced, traffic: Traffic, step: int, nnz: int, skipped: bool) -> StepRecord:
         dense = isinstance(reduced.sum, Tensor)
         numel = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.numel
-        self.traffic.add_(traffic)
         return StepRecord(
             step=step,
             phase="dense" if dense or (skipped and isinstance(self.algorithm, Dense)) else "sparse",
