@@ -33,5 +33,5 @@ def test_three_epochs_of_the_small_recipe_on_the_real_corpus(tmp_path: Path) -> 
     summary = json.loads((tmp_path / "real" / "summary.json").read_text())
     assert summary["steps"] == 3 * (948 // 16)
     assert summary["sparse_steps"] == summary["steps"] - 100
-    assert 0.97 < summary["sparsity"] < 0.985
+    assert 0.96 < summary["sparsity"] < 0.975  # 3 % is sent, and the small tensors
     assert summary["wer"] is not None
