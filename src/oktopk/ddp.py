@@ -251,7 +251,6 @@ class Attached:
         """Go on with the algorithm's states, if they are for the same groups of parameters; else it starts afresh."""
         if [int(lane["lane"]) for lane in saved] != [lane.fingerprint for lane in self._exchange.lanes]:
             return
-        self._exchange.bring_home()
         for lane, state in zip(self._exchange.lanes, saved, strict=True):
             lane.load_state_dict_(state, self.algorithm, self._exchange.comm)
 

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import OkTopk
-from oktopk.algorithms.base import Reduced
 from oktopk.algorithms.resident import Resident, Told, kernels_on
 from oktopk.comm import Metered, Traffic
 from oktopk.lanes import Lane
 from oktopk.plan import Plan
-from oktopk.sparse import Sparse
 from oktopk.telemetry import StepRecord
 from oktopk.values import round_to
 
@@ -62,11 +60,7 @@ class DeviceLane:
 
     def record(self, told: Told, traffic: Traffic, plan: Plan, size: int) -> StepRecord:
         """Return what a step did, once the host has been told."""
-        reduced = Reduced(
-            Sparse.empty(self._split, torch.empty(0)), slice(0), selected=told.selected,
-            threshold=told.threshold, global_threshold=told.kept_threshold,
-        )  # fmt: skip
-        return self.lane.record(self._split, reduced, plan, traffic, size, told_pairs=told.nnz)
+        return self.lane.record(self._split, told.reduced(self._split), plan, traffic, size, told_pairs=told.nnz)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""

@@ -258,7 +258,7 @@ class Lane:
         acc, factor = self.residual.acc, plan.loss_scale / size
         for name, span in self.spans.items():
             if span.start >= split:
-                self.deliver_dense_(grads[name], acc[span], factor, plan.loss_scale)
+                self._deliver_dense_(grads[name], acc[span], factor, plan.loss_scale)
         if reduced is None:
             return
         sparse = [(span, grads[name]) for name, span in self.spans.items() if span.start < split]
@@ -268,7 +268,7 @@ class Lane:
         if self.velocity is not None and plan.momentum is not None and plan.momentum.masking:
             self.velocity.retain_(reduced.taken, at=slice(0, split))
 
-    def deliver_dense_(self, grad: Tensor, total: Tensor, factor: float, loss_scale: float) -> None:
+    def _deliver_dense_(self, grad: Tensor, total: Tensor, factor: float, loss_scale: float) -> None:
         """Write the mean into a gradient, and into `total` what rounding to its dtype keeps back."""
         if grad.dtype == total.dtype:
             torch.mul(total, factor, out=grad)

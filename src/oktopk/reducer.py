@@ -203,10 +203,7 @@ class Reducer:
 
     def _record_of(self, told: Told, traffic: Traffic, step: int) -> StepRecord:
         assert self._resident is not None
-        reduced = Reduced(
-            Sparse.empty(self._resident.numel, torch.empty(0)), slice(0), selected=told.selected,
-            threshold=told.threshold, global_threshold=told.kept_threshold,
-        )  # fmt: skip
+        reduced = told.reduced(self._resident.numel)
         return self._make_record(reduced, traffic, step, told.nnz, skipped=bool(told.bad))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState
+from oktopk.algorithms.base import OkTopkState, Reduced
 from oktopk.algorithms.bounded import room
-from oktopk.algorithms.oktopk import OkTopk
+from oktopk.algorithms.oktopk import AUTO, OkTopk
 from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for
 from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
+from oktopk.sparse import Sparse
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -58,6 +59,13 @@ class Told:
     def of(words: Tensor) -> Told:
         """Read the words, on the host."""
         return Told(*words[:3].tolist(), *words[3:5].view(torch.float32).tolist())
+
+    def reduced(self, numel: int) -> Reduced:
+        """Return it as other steps tell of themselves, for a record; the pairs, `nnz` of them, are not here."""
+        return Reduced(
+            Sparse.empty(numel, torch.empty(0)), slice(0), selected=self.selected,
+            threshold=self.threshold, global_threshold=self.kept_threshold,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -283,7 +291,7 @@ def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.de
     """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
     if device.type != "cuda" or dtype == torch.float64 or numel >= MOST_NUMEL or not _has_triton():
         return False
-    return algorithm.mode == "bounded" and algorithm.wire in ("auto", "fp32")
+    return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")
 
 
 def _demands(heads: Tensor) -> Tensor:
