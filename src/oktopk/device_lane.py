@@ -15,6 +15,7 @@ from torch import Tensor
 from oktopk.algorithms import OkTopk
 from oktopk.algorithms.resident import Resident, Told, kernels_on
 from oktopk.comm import Metered, Traffic
+from oktopk.kernels.graphs import Graphs
 from oktopk.lanes import Lane
 from oktopk.plan import Plan
 from oktopk.telemetry import StepRecord
@@ -32,6 +33,7 @@ class DeviceLane:
         self.parts = [self.flat[span] for span in lane.spans.values()]
         self.grads: list[Tensor] = []
         self._split = lane.num_sparse
+        self._graphs = Graphs()
         self._resident = Resident.make(algorithm, lane.state, comm, held.device) if self._split else None
         nothing = torch.zeros(Told.NUM_WORDS, dtype=torch.int32, device=held.device)
         self.words = nothing if self._resident is None else self._resident.words
@@ -40,23 +42,24 @@ class DeviceLane:
         """Reduce what is sparse of these gradients, and add up what is not."""
         self.lane.made = True
         self.grads = [grads[name] for name in self.lane.spans]
-        residual, split = self.lane.residual, self._split
-        with comm.phase("accumulate"):
-            torch._foreach_copy_(self.parts, self.grads)
-            torch.add(residual.held[split:], self.flat[split:], out=residual.acc[split:])
+        residual, split, resident = self.lane.residual, self._split, self._resident
+        with comm.phase("select"):
+            measures = resident is not None and resident.measures
+            self._graphs.run(self._select_, residual.held, residual.acc, *self.grads, kind=measures)
+        if resident is not None:
+            resident.exchange_(residual.held[:split], residual.acc[:split], self.flat[:split])
+
+    def _select_(self, held: Tensor, acc: Tensor, *grads: Tensor) -> None:
+        split = self._split
+        torch._foreach_copy_(self.parts, list(grads))
+        torch.add(held[split:], self.flat[split:], out=acc[split:])
         if self._resident is not None:
-            part = self.flat[:split]
-            self._resident.reduce_(part, residual.held[:split], residual.acc[:split], part)
+            self._resident.select_(self.flat[:split], held[:split], acc[:split], self.flat[:split])
 
     @property
     def side(self) -> tuple[Tensor, Tensor]:
         """What travels dense: what is to be summed, and where the mean goes."""
         return self.lane.residual.acc[self._split :], self.flat[self._split :]
-
-    def settle_(self, bad: Tensor, filling: float) -> None:
-        """If `bad`, on the device, is not zero, make all as if the step had not been, and this of the means."""
-        residual = self.lane.residual
-        kernels_on(self.flat.device).settle(bad, residual.acc, residual.held, self.flat, filling)
 
     def record(self, told: Told, traffic: Traffic, plan: Plan, size: int) -> StepRecord:
         """Return what a step did, once the host has been told."""
@@ -73,35 +76,54 @@ class DeviceLane:
             self._resident.save_(self.lane.state)
 
 
-def settle_(lanes: Sequence[DeviceLane], plan: Plan, comm: Metered, filling: float) -> Tensor:
-    """End a step of these lanes: sum what travels dense, hand the means out, commit; return the words of all of them.
+class Settlement:
+    """How the lanes of an attachment end a step: all of them, or none.
 
-    All or none: where a number was not finite, in any lane on any rank, no residual changes and all means become
+    What travels dense is one sum for all lanes: they are small, and each would cost a message of its own. All ranks see
+    alike what it is. Where a number was not finite, in any lane on any rank, no residual changes and all means become
     `filling`.
     """
-    words = torch.stack([lane.words for lane in lanes])
-    with comm.phase("side"):
-        words[0, 2:3] += _sum_sides_([lane.side for lane in lanes], comm)
-    with comm.phase("apply"):
-        bad = words[:, 2].sum()
+
+    def __init__(self, filling: float) -> None:
+        self._filling = filling
+        self._graphs = Graphs()
+        self._side = self._words = torch.empty(0)
+
+    def settle_(self, lanes: Sequence[DeviceLane], plan: Plan, comm: Metered) -> Tensor:
+        """Sum what travels dense, hand the means out, commit; return the words of all lanes."""
+        accs = [lane.lane.residual.acc for lane in lanes]
+        with comm.phase("side"):
+            if not len(self._words):
+                self._make_room(lanes)
+            self._graphs.run(lambda *_: self._collect_(lanes), *accs, kind="collect")
+            if len(self._side):
+                comm.all_reduce(self._side)
+        with comm.phase("apply"):
+            grads = [grad for lane in lanes for grad in lane.grads]
+            self._graphs.run(lambda *_: self._hand_out_(lanes, comm.size), *accs, *grads, kind="hand out")
+            for lane in lanes:
+                lane.commit_(plan)
+        return self._words
+
+    def _make_room(self, lanes: Sequence[DeviceLane]) -> None:
+        self._words = torch.stack([lane.words for lane in lanes])
+        self._side = torch.cat([total for total, _ in (lane.side for lane in lanes)])
+
+    def _collect_(self, lanes: Sequence[DeviceLane]) -> None:
+        torch.stack([lane.words for lane in lanes], out=self._words)
+        torch.cat([lane.side[0] for lane in lanes], out=self._side)
+
+    def _hand_out_(self, lanes: Sequence[DeviceLane], size: int) -> None:
+        """Make means of what travels dense, and of it what their dtype cannot hold; then write all means."""
+        whole = self._side.mul_(1 / size)
+        totals, means = ([lane.side[i] for lane in lanes] for i in (0, 1))
+        parts = torch.split(whole, [len(total) for total in totals])
+        torch._foreach_copy_(means, [round_to(part, mean.dtype) for part, mean in zip(parts, means, strict=True)])
+        torch._foreach_copy_(totals, parts)
+        torch._foreach_sub_(totals, [mean.float() for mean in means])
+        self._words[0, 2:3] += (~whole.isfinite()).any()
+        bad = self._words[:, 2].sum()
         for lane in lanes:
-            lane.settle_(bad, filling)
+            residual = lane.lane.residual
+            kernels_on(lane.flat.device).settle(bad, residual.acc, residual.held, lane.flat, self._filling)
         torch._foreach_copy_([g for lane in lanes for g in lane.grads], [p for lane in lanes for p in lane.parts])
-        for lane in lanes:
-            lane.commit_(plan)
-    return words
-
-
-def _sum_sides_(sides: Sequence[tuple[Tensor, Tensor]], comm: Metered) -> Tensor:
-    """Make means of what travels dense, and of it what their dtype cannot hold; return whether any is not finite.
-
-    One sum for all lanes: they are small, and each would cost a message of its own. All ranks see it alike.
-    """
-    totals, means = [total for total, _ in sides], [mean for _, mean in sides]
-    summed = comm.all_reduce(torch.cat(totals)) if any(map(len, totals)) else torch.cat(totals)
-    whole = summed * (1 / comm.size)
-    parts = torch.split(whole, [len(total) for total in totals])
-    torch._foreach_copy_(means, [round_to(part, mean.dtype) for part, mean in zip(parts, means, strict=True)])
-    torch._foreach_copy_(totals, parts)
-    torch._foreach_sub_(totals, [mean.float() for mean in means])
-    return (~whole.isfinite()).any()

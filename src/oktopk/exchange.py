@@ -25,7 +25,7 @@ from torch.futures import Future
 from oktopk.algorithms import Algorithm, OkTopk
 from oktopk.algorithms.resident import LATE, Telling, Told, can_stay
 from oktopk.comm import Metered, Traffic
-from oktopk.device_lane import DeviceLane, settle_
+from oktopk.device_lane import DeviceLane, Settlement
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.lanes import Lane
 from oktopk.plan import Momentum, Plan
@@ -131,6 +131,7 @@ class Exchange:
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
         self._aboard: dict[int, DeviceLane] = {}  # by their lane
+        self._settlement: Settlement | None = None
         self._unheard: deque[_Unheard] = deque()
         self._hearing = threading.Lock()
         self._late: NonFiniteError | None = None  # of a step that is over
@@ -221,7 +222,8 @@ class Exchange:
         if asks or self._may_be_unused or not isinstance(plan.algorithm, OkTopk):
             return False
         held = [(lane.residual.held, lane.dtype) for lane in self.lanes]
-        return all(can_stay(plan.algorithm, each.numel(), dtype, each.device) for each, dtype in held)
+        one_device = len({each.device for each, _ in held}) == 1
+        return one_device and all(can_stay(plan.algorithm, each.numel(), dtype, each.device) for each, dtype in held)
 
     def _reduce_complete_lanes(self, step: _Step, bucket: Bucket) -> None:
         clipping = self.settings.clip is not None and step.plan.algorithm is not None
@@ -279,7 +281,7 @@ class Exchange:
         self.hear()
         for aboard in self._aboard.values():
             aboard.save_()
-        self._aboard = {}
+        self._aboard, self._settlement = {}, None
 
     def hear(self, but: int = 0) -> None:
         """Make the records of the steps on the device, but for the last few, once they are over."""
@@ -324,8 +326,9 @@ class Exchange:
 
     def _settle(self, step: _Step) -> None:
         """Commit all lanes, or none, as the device alone knows."""
-        lanes, filling = [aboard for aboard, _ in step.aboard], math.nan if self._delivers_nan else 0.0
-        words = settle_(lanes, step.plan, self.comm, filling)
+        if self._settlement is None:
+            self._settlement = Settlement(math.nan if self._delivers_nan else 0.0)
+        words = self._settlement.settle_([aboard for aboard, _ in step.aboard], step.plan, self.comm)
         step.aboard[0][1].add_(self.comm.take())
         waited = time.perf_counter() - step.buckets[-1].came_s
         self._unheard.append(_Unheard(step, Telling.start(words), waited))

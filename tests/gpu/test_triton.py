@@ -115,8 +115,14 @@ def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype, kind: s
         blocks.find(grad, held, wanted, threshold_of(threshold), other, rows)
         assert torch.equal(acc.view(torch.int32), wanted.view(torch.int32))
         assert_same(one, other)
-        for size, capacity in ((1, numel), (3, max(numel // 200, 1)), (4, max(numel // 9, 1))):
-            cuts = even_cuts(numel, size).to(DEVICE)
+        skewed = torch.tensor([0, numel // 7, numel // 7, numel // 3, numel])  # one region is empty
+        for cuts, capacity in (
+            (even_cuts(numel, 1), numel),
+            (even_cuts(numel, 3), max(numel // 200, 1)),
+            (even_cuts(numel, 4), max(numel // 9, 1)),
+            (skewed, max(numel // 50, 1)),
+        ):
+            cuts, size = cuts.to(DEVICE), len(cuts) - 1
             words = blocks.HEADER_WORDS + 2 * capacity
             ours, theirs = (torch.full((size, words), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
             fast.send(one, cuts, turn, ours, capacity)

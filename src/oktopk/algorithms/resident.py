@@ -164,14 +164,36 @@ class Resident:
         """The number of the step: with what to begin where not all has room."""
         return self.words[5:6]
 
+    @property
+    def measures(self) -> bool:
+        """Whether the next step measures how large the rows are."""
+        return self.rows is not None and self.step % self.rescale_every == 0
+
     def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
+        with self.comm.phase("select"):
+            self.graphs.run(self.select_, grad, held, acc, out, kind=self.measures)
+        self.exchange_(held, acc, out)
+
+    def select_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        """Make acc, and the blocks to send; a rank that is alone is done then, since what it sends is delivered.
+
+        The threshold is measured on a sample, which begins elsewhere at every step: one that is moved by what it let
+        through has a loop, and swings where gradients resemble each other.
+        """
+        kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
+        if self.rows is not None and self.measures:
+            kernels.measure(grad, held, self.rows)
+        if self.wanted < self.numel:  # else it is zero
+            kernels.aim(grad, held, self.rows, self.turn, *aims)
+        kernels.find(grad, held, acc, self.threshold, self.found, self.rows)
+        kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity)
+        if self.owner is None:
+            kernels.deliver(self.blocks, self.blocks, self.cuts, self.capacity, out, acc, held, self.words)
+
+    def exchange_(self, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        """Do what follows `select_`, with the other ranks if there are any: the step is over then."""
         comm, kernels = self.comm, self.kernels
-        with comm.phase("select"):
-            if self.rows is not None and self.step % self.rescale_every == 0:
-                kernels.measure(grad, held, self.rows)
-            work = self._select_and_deliver_ if self.owner is None else self._select_
-            self.graphs.run(work, grad, held, acc, out)
         if self.owner is not None:
             with comm.phase("exchange"):
                 arrived = comm.all_to_all_even(self.blocks)
@@ -184,23 +206,6 @@ class Resident:
                 if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel:
                     self._rebalance_(gathered)
         self.step += 1
-
-    def _select_and_deliver_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
-        """Do all of it: alone, what is sent is what is delivered."""
-        self._select_(grad, held, acc, out)
-        self.kernels.deliver(self.blocks, self.blocks, self.cuts, self.capacity, out, acc, held, self.words)
-
-    def _select_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:  # noqa: ARG002
-        """Make acc, and the blocks to send.
-
-        The threshold is measured on a sample, which begins elsewhere at every step: one that is moved by what it let
-        through has a loop, and swings where gradients resemble each other.
-        """
-        kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
-        if self.wanted < self.numel:  # else it is zero
-            kernels.aim(grad, held, self.rows, self.turn, *aims)
-        kernels.find(grad, held, acc, self.threshold, self.found, self.rows)
-        kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity)
 
     def _own(self, arrived: Tensor, owner: _Owner) -> Tensor:
         """Return the block of what this rank, as an owner, keeps of what arrived: its share of the largest sums."""
@@ -289,7 +294,8 @@ class _Owner:
 
 def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
-    if device.type != "cuda" or dtype == torch.float64 or numel >= MOST_NUMEL or not _has_triton():
+    most = numel * max(algorithm.slack * algorithm.density, 1)  # of what is sent, or of what arrives
+    if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
         return False
     return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")
 

@@ -116,7 +116,7 @@ class Rows:
 
 def group_of(tiles: int) -> int:
     """Return how many tiles are counted together: few enough that they are packed at once, unless there are many."""
-    return 16 if tiles <= 1 << 16 else 64
+    return 32 if tiles <= 1 << 16 else 64
 
 
 def bins(device: torch.device) -> Tensor:

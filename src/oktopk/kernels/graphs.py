@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -12,17 +12,17 @@ MOST = 8
 
 
 class Graphs:
-    """What some work launched, by where the tensors lie that it was given. All else it uses lies where it lay."""
+    """What some kinds of work launched, by where the tensors lie that they were given. All else lies where it lay."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], torch.cuda.CUDAGraph | None] = {}
+        self._made: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
 
-    def run(self, work: Callable[..., None], *tensors: Tensor) -> None:
+    def run(self, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
         """Do `work(*tensors)`; from the second time on, with tensors in the same places, by what it launched then."""
         if not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing():
             work(*tensors)
             return
-        places = tuple([tensor.data_ptr() for tensor in tensors])
+        places = (kind, *[tensor.data_ptr() for tensor in tensors])
         if places not in self._made:  # the first time compiles, which a graph cannot hold
             work(*tensors)
             if len(self._made) < MOST:

@@ -336,9 +336,11 @@ def _send(
     SIZE: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
     HEADER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the pairs of a group of tiles, a few slots of each at a time: most tiles have few."""
+    """Copy the pairs of a group of tiles, region by region, of which there is nearly always one, and a few slots of
+    each tile at a time: most tiles have few.
+    """
     group = tl.program_id(0)
-    tile = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    tile = group * GROUP + tl.arange(0, GROUP)
     held = tl.load(count + tile, tile < tiles, other=0)
     other = tl.arange(0, CHUNK)
     before = tl.zeros((CHUNK,), tl.int64)
@@ -348,26 +350,33 @@ def _send(
         other += CHUNK
         left -= CHUNK
     start = tl.sum(before, 0) + tl.cumsum(held, 0) - held
-    left = tl.max(held, 0)
-    slot = tl.arange(0, SLOTS)
-    while left > 0:
-        there = slot[None, :] < held[:, None]
-        at = tile[:, None] * ROOM + slot[None, :]
-        index = tile[:, None] * TILE + tl.load(place + at, there, other=0)
-        pair = tl.load(value + at, there, other=0.0)
-        region = tl.zeros((GROUP, SLOTS), tl.int32)
-        for cut in range(1, SIZE):
-            region += (index >= tl.load(cuts + cut)).to(tl.int32)
-        rank = start[:, None] + slot[None, :] - tl.load(plan + region, there, other=0)
-        begin = tl.load(plan + SIZE + region, there, other=0)
-        wrapped = tl.load(plan + 2 * SIZE + region, there, other=0)
-        late = rank >= begin
-        fits = there & ((rank < wrapped) | (late & (rank < begin + capacity)))
-        to = region.to(tl.int64) * words + HEADER + tl.where(late, rank - begin + wrapped, rank)
-        tl.store(blocks + to, (index - tl.load(cuts + region, there, other=0)).to(tl.int32), fits)
-        tl.store(blocks + to + capacity, pair.to(tl.int32, bitcast=True), fits)
-        slot += SLOTS
-        left -= SLOTS
+    most = tl.max(held, 0)
+    row = tile.to(tl.int64)[:, None] * ROOM
+    region = tl.full((), 0, tl.int32)
+    for cut in range(1, SIZE):
+        region += (tl.load(cuts + cut) <= group * GROUP * TILE).to(tl.int32)
+    low_cut = tl.load(cuts + region)
+    while (region < SIZE) & (low_cut < (group + 1).to(tl.int64) * GROUP * TILE):
+        high_cut = tl.load(cuts + region + 1)
+        first = (start - tl.load(plan + region)).to(tl.int32)[:, None]
+        begin = tl.load(plan + SIZE + region).to(tl.int32)
+        wrapped = tl.load(plan + 2 * SIZE + region).to(tl.int32)
+        block = blocks + region.to(tl.int64) * words + HEADER
+        done = 0
+        while done < most:
+            slot = done + tl.arange(0, SLOTS)[None, :]
+            there = slot < held[:, None]
+            index = tile[:, None] * TILE + tl.load(place + row + slot, there, other=0)
+            rank = first + slot
+            late = rank >= begin
+            fits = (rank < wrapped) | (late & (rank - begin < capacity))
+            fits = there & (index >= low_cut) & (index < high_cut) & fits
+            to = block + tl.where(late, rank - begin + wrapped, rank)
+            tl.store(to, (index - low_cut).to(tl.int32), fits)
+            tl.store(to + capacity, tl.load(value + row + slot, there, other=0.0).to(tl.int32, bitcast=True), fits)
+            done += SLOTS
+        region += 1
+        low_cut = high_cut
 
 
 @_kernel("capacity")
