@@ -114,6 +114,9 @@ class Attached:
         checked_rules(settings.exclude, parameters)
         self._model = weakref.ref(ddp_model)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
+        devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
+        self._devices: list[int | str | torch.device] | None = list(devices) or None
+        self._done: Future[Exception | None] = Future()  # of the step that is being made
         own_group, recorder = group is None, Sinks(sinks)
         self.group = group or _new_group(ddp_model.process_group, timeout)
         self._worker = Worker("oktopk exchange")
@@ -280,19 +283,19 @@ class Attached:
         if not getattr(self._model(), "_divide_by_initial_world_size", True):
             raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
         buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
-        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-        done: Future[Exception | None] = Future(devices=devices)
+        if bucket.index() == 0:  # the buckets of a step are done together
+            self._done = Future(devices=self._devices)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         sizes = [self._exchange.parameters[name].numel() for name in names]
         grads = dict(zip(names, torch.split(buffer, sizes), strict=True))
-        taken = Bucket(bucket.index(), bucket.is_last(), buffer, grads, done, _now_on(buffer.device))
+        taken = Bucket(bucket.index(), bucket.is_last(), buffer, grads, self._done, _now_on(buffer.device))
         if self._exchange.just_sums:
             self._exchange.take(taken)  # gloo sums in threads of its own: a hop through ours would only delay it
         else:
             self._worker.submit(partial(self._exchange.take, taken))
         if taken.is_last:
             self._worker.submit(self._exchange.tell)
-        return done.then(partial(_outcome, taken))
+        return self._done.then(partial(_outcome, taken))
 
     def _check_fits(self, saved: Mapping[str, Any]) -> None:
         version = saved.get("version") if isinstance(saved, Mapping) else None

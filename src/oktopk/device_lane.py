@@ -63,7 +63,7 @@ class DeviceLane:
 
     def record(self, told: Told, traffic: Traffic, plan: Plan, size: int) -> StepRecord:
         """Return what a step did, once the host has been told."""
-        return self.lane.record(self._split, told.reduced(self._split), plan, traffic, size, told_pairs=told.nnz)
+        return self.lane.record(self._split, told.outcome, plan, traffic, size)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from oktopk.algorithms import Algorithm, OkTopk
-from oktopk.algorithms.resident import LATE, Telling, Told, can_stay
+from oktopk.algorithms.resident import LATE, Letter, Post, can_stay
 from oktopk.comm import Metered, Traffic
 from oktopk.device_lane import DeviceLane, Settlement
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclass
 class Bucket:
-    """One of DDP's buckets on its way: the gradients in it, by name, and the future that DDP waits for."""
+    """One of DDP's buckets on its way: the gradients in it, by name, and when its step is done."""
 
     index: int
     is_last: bool
@@ -99,7 +99,7 @@ class _Unheard:
     """A step that was made on the device, and what it did on its way here."""
 
     step: _Step
-    telling: Telling
+    letter: Letter
     wait_seconds: float
 
 
@@ -132,6 +132,7 @@ class Exchange:
         self._stream: torch.cuda.Stream | None = None
         self._aboard: dict[int, DeviceLane] = {}  # by their lane
         self._settlement: Settlement | None = None
+        self._post = Post()
         self._unheard: deque[_Unheard] = deque()
         self._hearing = threading.Lock()
         self._late: NonFiniteError | None = None  # of a step that is over
@@ -291,7 +292,7 @@ class Exchange:
 
     def _hear(self, unheard: _Unheard) -> None:
         step = unheard.step
-        told = [Told.of(words) for words in unheard.telling.wait()]
+        told = self._post.read(unheard.letter)
         for (aboard, traffic), each in zip(step.aboard, told, strict=True):
             step.records.append(aboard.record(each, traffic, step.plan, self.comm.size))
         if any(each.bad for each in told):
@@ -315,10 +316,11 @@ class Exchange:
         if not step.aboard:
             self._note(step, time.perf_counter() - step.buckets[-1].came_s)
         error, self._late = step.nonfinite or self._late, None
+        # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
+        over = None if self._stream is None else self._stream.record_event()
         for bucket in step.buckets:
-            # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
-            bucket.over = None if self._stream is None else self._stream.record_event()
-            bucket.done.set_result(None if self._delivers_nan else error)
+            bucket.over = over
+        step.buckets[0].done.set_result(None if self._delivers_nan else error)
 
     @property
     def _delivers_nan(self) -> bool:
@@ -331,7 +333,7 @@ class Exchange:
         words = self._settlement.settle_([aboard for aboard, _ in step.aboard], step.plan, self.comm)
         step.aboard[0][1].add_(self.comm.take())
         waited = time.perf_counter() - step.buckets[-1].came_s
-        self._unheard.append(_Unheard(step, Telling.start(words), waited))
+        self._unheard.append(_Unheard(step, self._post.send(words), waited))
 
     def _note(self, step: _Step, wait_seconds: float) -> None:
         """Make the record of a step that is over."""
@@ -371,10 +373,8 @@ class Exchange:
         if not isinstance(error, (PeerError, MismatchError)):
             self.comm.fail(error)
         self.failure = self.failure or error
-        waiting = [] if self._now is None else self._now.buckets
-        for each in {id(b): b for b in (*waiting, bucket)}.values():
-            if not each.done.done():
-                each.done.set_result(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        if not bucket.done.done():
+            bucket.done.set_result(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def agree(self) -> None:
         """Make sure that all ranks are about to do the same."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm
-from oktopk.algorithms.base import Reduced, Verdict, look_out, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import Outcome, Reduced, Verdict, look_out, reduce_if_fine, takes_segments
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
@@ -29,14 +29,15 @@ from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
 from oktopk.plain import from_plain, to_plain
 from oktopk.plan import Plan
 from oktopk.seen import Seen
-from oktopk.select import num_selected
 from oktopk.sparse import Sparse
-from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
+from oktopk.telemetry import StepRecord, record_of
 from oktopk.values import round_to
-from oktopk.wire import WORD_BYTES
 
 FIRST_LANE_BYTES = 1 << 20
 """The first lane is small, as DDP's first bucket is, so that the exchange starts early."""
+
+NONE = Outcome(selected=0, pairs=0)
+"""Nothing was sparse, or nothing was delivered."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,12 @@ class Lane:
             self._deliver_(grads, split, reduced, plan, comm.size)
             for name in self._silent:
                 self._undo_(self.spans[name])
-        return self.record(split, reduced, plan, comm.take(), comm.size)
+        outcome = NONE if reduced is None else Outcome.of(reduced, split, self.state)
+        return self.record(split, outcome, plan, comm.take(), comm.size)
 
     def refused(self, plan: Plan, comm: Metered) -> StepRecord:
         """Return the record of a step that this lane refused: nothing was delivered."""
-        none = Reduced(Sparse.empty(0, self.residual.held), slice(0), selected=0)
-        made = self.record(self.residual.held.numel(), none, plan, comm.take(), comm.size)
+        made = self.record(self.residual.held.numel(), NONE, plan, comm.take(), comm.size)
         return replace(made, skipped=True)
 
     def commit_(self, plan: Plan) -> None:
@@ -227,7 +228,7 @@ class Lane:
             if together is None:
                 self._take_apart(side, grads, comm)
             started.add_(comm.take())
-            return self.record(0, None, plan, started, comm.size)
+            return self.record(0, NONE, plan, started, comm.size)
 
         return end
 
@@ -283,44 +284,18 @@ class Lane:
         if self.velocity is not None:
             self.velocity.acc[span] = self.velocity.held[span]
 
-    def record(
-        self,
-        split: int,
-        reduced: Reduced | None,
-        plan: Plan,
-        traffic: Traffic,
-        size: int,
-        told_pairs: int | None = None,
-    ) -> StepRecord:
-        """Return the record of what a step did; `told_pairs` says how many were delivered, where the sum does not."""
-        numel, side = self.residual.held.numel(), self.residual.held.numel() - split
-        pairs = told_pairs or 0
-        if told_pairs is None and reduced is not None and isinstance(reduced.sum, Sparse):
-            pairs = reduced.sum.nnz
-        owners = () if reduced is None or told_pairs is not None else _nnz_by_owner(reduced.sum, self.state)
-        nnz = side + (pairs if reduced is None or isinstance(reduced.sum, Sparse) else split)
-        density = getattr(plan.algorithm, "density", 1.0)
-        return StepRecord(
+    def record(self, split: int, outcome: Outcome, plan: Plan, traffic: Traffic, size: int) -> StepRecord:
+        """Return the record of what a step did, all but the first `split` elements having travelled dense."""
+        numel = self.residual.held.numel()
+        return record_of(
+            outcome,
+            traffic,
             step=plan.step,
             phase="dense" if plan.algorithm is None else "sparse",
             numel=numel,
-            wanted=side + num_selected(split, density),
-            selected=side + (0 if reduced is None else reduced.num_selected(split)),
-            nnz=nnz,
-            sparsity=sparsity_of(nnz, numel),
-            compression_ratio=ratio_of(nnz, numel),
-            nominal_bytes=pairs * PAIR_BYTES + (nnz - pairs) * WORD_BYTES,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            messages=traffic.messages,
-            seconds=dict(traffic.phase_seconds),
-            sent_by_phase=traffic.sent_by_phase,
-            collectives=traffic.by_collective,
-            world_size=size,
-            side_numel=side,
-            nnz_by_owner=owners,
-            threshold=None if reduced is None else reduced.threshold,
-            global_threshold=None if reduced is None else reduced.global_threshold,
+            side=numel - split,
+            density=getattr(plan.algorithm, "density", 1.0),
+            size=size,
         )
 
     def prepare_(self, algorithm: Algorithm, comm: Metered) -> None:
@@ -365,14 +340,6 @@ def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list
             lanes.append(Lane(open_lanes.pop(kind), *kind))
             limit = cap_bytes
     return lanes + [Lane(pieces, *kind) for kind, pieces in open_lanes.items()]
-
-
-def _nnz_by_owner(total: Sparse | Tensor, state: Any) -> tuple[int, ...]:
-    """Return how much of the result lies between the cuts of the index space, if the algorithm makes any."""
-    cuts = getattr(state, "cuts", None)
-    if not isinstance(total, Sparse) or not isinstance(cuts, Tensor) or not total.numel:
-        return ()
-    return tuple(torch.searchsorted(total.index, cuts.to(total.index)).diff().tolist())
 
 
 def _spans(pieces: Sequence[Piece]) -> dict[str, slice]:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oktopk.algorithms import Algorithm, Dense, OkTopk, Reduced, make_algorithm
-from oktopk.algorithms.base import Verdict, look_out, reduce_if_fine, takes_segments
-from oktopk.algorithms.resident import LATE, Resident, Telling, Told, can_stay
+from oktopk.algorithms import Algorithm, Dense, OkTopk, make_algorithm
+from oktopk.algorithms.base import Outcome, Verdict, look_out, reduce_if_fine, takes_segments
+from oktopk.algorithms.resident import LATE, Letter, Post, Resident, Told, can_stay
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
 from oktopk.kernels import kernels_for
 from oktopk.plain import from_plain, to_plain
-from oktopk.select import num_selected
 from oktopk.sparse import Sparse
-from oktopk.telemetry import PAIR_BYTES, StepRecord, ratio_of, sparsity_of
+from oktopk.telemetry import StepRecord, record_of
 from oktopk.values import round_to
-from oktopk.wire import WORD_BYTES
 
 VERSION = 1
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -65,7 +63,8 @@ class Reducer:
         self._residual: Residual | None = None
         self._state: Any = None
         self._resident: Resident | None = None
-        self._unheard: deque[tuple[Telling, Traffic]] = deque()
+        self._post = Post()
+        self._unheard: deque[tuple[Letter, Traffic]] = deque()
         self._heard: tuple[Told, Traffic, int] | None = None  # of which there is no record yet, and its step
 
     @property
@@ -74,7 +73,8 @@ class Reducer:
         while self._unheard:
             self._hear()
         if self._heard is not None:
-            self._last, self._heard = self._record_of(*self._heard), None
+            told, traffic, step = self._heard
+            self._last, self._heard = self._record_of(told.outcome, traffic, step, skipped=bool(told.bad)), None
         return self._last
 
     @property
@@ -143,7 +143,7 @@ class Reducer:
             mean, rounding = _mean(reduced.sum, self._comm.size, grad, out)
             self._residual.retain_(reduced.taken, (*reduced.returned, *rounding), kept=reduced.kept)
             self._residual.commit_()
-        self._record(reduced)
+        self._record(Outcome.of(reduced, flat.numel(), self._state))
         return mean
 
     def _agree(self, flat: Tensor) -> None:
@@ -185,14 +185,14 @@ class Reducer:
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
         residual.commit_()
-        self._unheard.append((Telling.start(resident.words), self._comm.take()))
+        self._unheard.append((self._post.send(resident.words[None]), self._comm.take()))
         self._step += 1
         return mean
 
     def _hear(self) -> None:
         """Learn what the oldest step did that the device has not told of; its record is made if it is asked for."""
-        telling, traffic = self._unheard.popleft()
-        told, step = Told.of(telling.wait()), self._step - len(self._unheard) - 1
+        letter, traffic = self._unheard.popleft()
+        (told,), step = self._post.read(letter), self._step - len(self._unheard) - 1
         self.traffic.add_(traffic)
         self._heard = told, traffic, step
         if told.bad and self.on_nonfinite == "raise":
@@ -200,11 +200,6 @@ class Reducer:
                 f"step {step}: a rank's gradient plus its residual was not finite; that step delivered zeros on all "
                 f"ranks, and the residual is as it was before it"
             )
-
-    def _record_of(self, told: Told, traffic: Traffic, step: int) -> StepRecord:
-        assert self._resident is not None
-        reduced = told.reduced(self._resident.numel)
-        return self._make_record(reduced, traffic, step, told.nnz, skipped=bool(told.bad))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
         """Return acc, and this rank's verdict on it."""
@@ -221,38 +216,29 @@ class Reducer:
         """Deliver nothing; the residual is still what it was."""
         empty = Sparse.empty(grad.numel(), grad)
         mean, _ = _mean(empty, self._comm.size, grad, out)
-        self._record(Reduced(empty, slice(0), selected=0), skipped=True)
+        self._record(Outcome(selected=0, pairs=0), skipped=True)
         return mean
 
-    def _record(self, reduced: Reduced, skipped: bool = False) -> None:
-        nnz = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.nnz
+    def _record(self, outcome: Outcome, skipped: bool = False) -> None:
         traffic = self._comm.take()
         self.traffic.add_(traffic)
-        self._last = self._make_record(reduced, traffic, self._step, nnz, skipped)
+        self._last = self._record_of(outcome, traffic, self._step, skipped)
         self._step += 1
 
-    def _make_record(self, reduced: Reduced, traffic: Traffic, step: int, nnz: int, skipped: bool) -> StepRecord:
-        dense = isinstance(reduced.sum, Tensor)
-        numel = reduced.sum.numel() if isinstance(reduced.sum, Tensor) else reduced.sum.numel
-        return StepRecord(
+    def _record_of(self, outcome: Outcome, traffic: Traffic, step: int, skipped: bool) -> StepRecord:
+        assert self._residual is not None
+        dense = outcome.pairs is None or (skipped and isinstance(self.algorithm, Dense))
+        made = record_of(
+            outcome,
+            traffic,
             step=step,
-            phase="dense" if dense or (skipped and isinstance(self.algorithm, Dense)) else "sparse",
-            numel=numel,
-            wanted=num_selected(numel, getattr(self.algorithm, "density", 1.0)),
-            selected=reduced.num_selected(numel),
-            nnz=nnz,
-            sparsity=sparsity_of(nnz, numel),
-            compression_ratio=ratio_of(nnz, numel),
-            nominal_bytes=numel * WORD_BYTES if dense else nnz * PAIR_BYTES,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            messages=traffic.messages,
-            seconds=dict(traffic.phase_seconds),
-            sent_by_phase=traffic.sent_by_phase,
-            threshold=reduced.threshold,
-            global_threshold=reduced.global_threshold,
-            skipped=skipped,
+            phase="dense" if dense else "sparse",
+            numel=self._residual.held.numel(),
+            side=0,
+            density=getattr(self.algorithm, "density", 1.0),
+            size=self._comm.size,
         )
+        return replace(made, skipped=skipped)
 
     def _init(self, numel: int) -> Any:
         if self._segments is None:

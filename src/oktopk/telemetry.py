@@ -12,6 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
+from oktopk.algorithms.base import Outcome
+from oktopk.comm import Traffic
+from oktopk.select import num_selected
 from oktopk.wire import WORD_BYTES
 
 PAIR_BYTES = 2 * WORD_BYTES
@@ -40,11 +43,9 @@ class StepRecord:
     messages             measured: messages this rank sent
     seconds              measured: by phase of the algorithm
     sent_by_phase        measured: bytes sent, by phase of the algorithm
-    collectives          measured: calls, bytes and message sizes, by "phase/collective"; empty for a `Reducer`, whose
-                         `traffic` has them
-    world_size           P; None for a `Reducer`
-    side_numel           elements that travelled dense beside the sparse ones; numel for a dense step; None for a
-                         `Reducer`
+    collectives          measured: calls, bytes and message sizes, by "phase/collective"
+    world_size           P
+    side_numel           elements that travelled dense beside the sparse ones; numel for a dense step
     nnz_by_owner         elements of the result in each rank's region, as the regions are cut after the step; empty if
                          there are none
     threshold            the local threshold of this step, as a score; None if there was none
@@ -96,6 +97,36 @@ def ratio_of(nnz: int, numel: int) -> float | None:
     if not numel:
         return 1.0
     return numel / nnz if nnz else None
+
+
+def record_of(
+    outcome: Outcome, traffic: Traffic, *, step: int, phase: str, numel: int, side: int, density: float, size: int
+) -> StepRecord:
+    """Return the record of a reduction of `numel` elements, the last `side` of which travelled dense."""
+    pairs = outcome.pairs or 0
+    nnz = numel if outcome.pairs is None else side + pairs
+    return StepRecord(
+        step=step,
+        phase=phase,
+        numel=numel,
+        wanted=side + num_selected(numel - side, density),
+        selected=side + outcome.selected,
+        nnz=nnz,
+        sparsity=sparsity_of(nnz, numel),
+        compression_ratio=ratio_of(nnz, numel),
+        nominal_bytes=pairs * PAIR_BYTES + (nnz - pairs) * WORD_BYTES,
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        messages=traffic.messages,
+        seconds=dict(traffic.phase_seconds),
+        sent_by_phase=traffic.sent_by_phase,
+        collectives=traffic.by_collective,
+        world_size=size,
+        side_numel=numel if outcome.pairs is None else side,
+        nnz_by_owner=outcome.owners,
+        threshold=outcome.threshold,
+        global_threshold=outcome.global_threshold,
+    )
 
 
 def total_of(parts: Sequence[StepRecord], *, step: int, phase: str) -> StepRecord:

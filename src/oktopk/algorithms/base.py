@@ -61,6 +61,31 @@ class Reduced:
         return int(self.taken.sum()) if self.taken.dtype == torch.bool else len(self.taken)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a reduction did, in numbers: for its record.
+
+    `pairs` is how many were delivered, None if all elements were; `owners` how many of them lie in each rank's region.
+    """
+
+    selected: int
+    pairs: int | None
+    owners: tuple[int, ...] = ()
+    threshold: float | None = None
+    global_threshold: float | None = None
+
+    @staticmethod
+    def of(reduced: Reduced, numel: int, state: Any) -> Outcome:
+        """Count what was delivered of a vector of `numel`, and what was in between the state's cuts, if it has any."""
+        pairs, owners, cuts = None, (), getattr(state, "cuts", None)
+        if isinstance(reduced.sum, Sparse):
+            pairs = reduced.sum.nnz
+            if isinstance(cuts, Tensor) and numel:
+                index = reduced.sum.index
+                owners = tuple(torch.searchsorted(index, cuts.to(index)).diff().tolist())
+        return Outcome(reduced.num_selected(numel), pairs, owners, reduced.threshold, reduced.global_threshold)
+
+
 class Algorithm(Protocol):
     """Anything with these two methods is an algorithm."""
 

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced
+from oktopk.algorithms.base import OkTopkState, Outcome
 from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk import AUTO, OkTopk
 from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for
 from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
-from oktopk.sparse import Sparse
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -56,41 +55,50 @@ class Told:
     NUM_WORDS = 6
 
     @staticmethod
-    def of(words: Tensor) -> Told:
-        """Read the words, on the host."""
-        return Told(*words[:3].tolist(), *words[3:5].view(torch.float32).tolist())
+    def of(words: Tensor) -> list[Told]:
+        """Read a row of words, on the host, for each that tells."""
+        floats = words.view(torch.float32)[:, 3:5].tolist()
+        return [Told(*row, *each) for row, each in zip(words[:, :3].tolist(), floats, strict=True)]
 
-    def reduced(self, numel: int) -> Reduced:
-        """Return it as other steps tell of themselves, for a record; the pairs, `nnz` of them, are not here."""
-        return Reduced(
-            Sparse.empty(numel, torch.empty(0)), slice(0), selected=self.selected,
-            threshold=self.threshold, global_threshold=self.kept_threshold,
-        )  # fmt: skip
+    @property
+    def outcome(self) -> Outcome:
+        """The same, as every step's record has it."""
+        return Outcome(self.selected, self.nnz, threshold=self.threshold, global_threshold=self.kept_threshold)
 
 
 @dataclass(frozen=True)
-class Telling:
+class Letter:
     """Words on their way to the host."""
 
     words: Tensor
     done: torch.cuda.Event | None
 
-    @staticmethod
-    def start(words: Tensor) -> Telling:
-        """Send them; the host goes on."""
-        if not words.is_cuda:
-            return Telling(words.clone(), None)
-        here = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-        here.copy_(words, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return Telling(here, done)
 
-    def wait(self) -> Tensor:
-        """Return them once they are here."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.words
+class Post:
+    """Brings words to the host, which goes on meanwhile; the room for them is used again."""
+
+    def __init__(self) -> None:
+        self._free: list[Letter] = []
+
+    def send(self, words: Tensor) -> Letter:
+        """Send words: a row for each that tells."""
+        if self._free:
+            letter = self._free.pop()
+        else:
+            here = torch.empty(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
+            letter = Letter(here, torch.cuda.Event() if words.is_cuda else None)  # type: ignore[no-untyped-call]
+        letter.words.copy_(words, non_blocking=True)
+        if letter.done is not None:
+            letter.done.record()
+        return letter
+
+    def read(self, letter: Letter) -> list[Told]:
+        """Return what they tell, once they are here."""
+        if letter.done is not None:
+            letter.done.synchronize()
+        told = Told.of(letter.words)
+        self._free.append(letter)
+        return told
 
 
 @dataclass
