@@ -289,12 +289,12 @@ class Attached:
         sizes = [self._exchange.parameters[name].numel() for name in names]
         grads = dict(zip(names, torch.split(buffer, sizes), strict=True))
         taken = Bucket(bucket.index(), bucket.is_last(), buffer, grads, self._done, _now_on(buffer.device))
-        if self._exchange.just_sums:
-            self._exchange.take(taken)  # gloo sums in threads of its own: a hop through ours would only delay it
+        if buffer.is_cuda or not self._exchange.just_sums:
+            self._worker.submit(partial(self._exchange.take_and_tell, taken))
         else:
-            self._worker.submit(partial(self._exchange.take, taken))
-        if taken.is_last:
-            self._worker.submit(self._exchange.tell)
+            self._exchange.take(taken)  # gloo sums in threads of its own: a hop through ours would only delay it
+            if taken.is_last:
+                self._worker.submit(self._exchange.tell)
         return self._done.then(partial(_outcome, taken))
 
     def _check_fits(self, saved: Mapping[str, Any]) -> None:

@@ -86,7 +86,6 @@ class _Step:
     """A step being made."""
 
     plan: Plan
-    stays: bool  # on the device
     buckets: list[Bucket] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     under_way: list[_Begun] = field(default_factory=list)
@@ -130,6 +129,7 @@ class Exchange:
         self._untold: deque[StepRecord] = deque()
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
+        self._staying = False  # whether this step, or the last one, stays on the device
         self._aboard: dict[int, DeviceLane] = {}  # by their lane
         self._settlement: Settlement | None = None
         self._post = Post()
@@ -171,15 +171,25 @@ class Exchange:
         plan = Plan(self.next_step, self.settings.algorithm_at(self.next_step), momentum=self.settings.momentum)
         return all(lane.just_sums(plan) and lane.residual.held.device.type == "cpu" for lane in self.lanes)
 
+    def take_and_tell(self, bucket: Bucket) -> None:
+        """Take a bucket on a thread of the exchange's own; there is time for the records after the last one.
+
+        Where steps stay on the device, after the first: those of earlier steps, while the host waits for the next
+        bucket, not while it makes the next forward.
+        """
+        self.take(bucket)
+        if bucket.index == 0 if self._staying else bucket.is_last:
+            self.tell()
+
     def take(self, bucket: Bucket) -> None:
         """Sort a bucket's gradients into their lanes, and reduce those that are complete."""
-        if bucket.ready is None:
-            self._take(bucket)
-            return
-        self._stream = self._stream or torch.cuda.Stream(bucket.buffer.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(bucket.buffer.device), torch.cuda.stream(self._stream):
+        if bucket.ready is not None:
+            if self._stream is None:  # this thread works on it ever after: to choose it anew each time takes longer
+                self._stream = torch.cuda.Stream(bucket.buffer.device)  # type: ignore[no-untyped-call]
+                torch.cuda.set_device(bucket.buffer.device)
+                torch.cuda.set_stream(self._stream)
             bucket.ready.wait(self._stream)
-            self._take(bucket)
+        self._take(bucket)
 
     def _take(self, bucket: Bucket) -> None:
         try:
@@ -207,10 +217,10 @@ class Exchange:
             momentum=self.settings.momentum,
             may_be_unused=self._may_be_unused,
         )
-        stays = self._stays(plan)
-        if not stays:
+        self._staying = self._stays(plan)
+        if not self._staying:
             self.bring_home()
-        self._now, self._arrived, self._waiting = _Step(plan, stays), {}, list(self.lanes)
+        self._now, self._arrived, self._waiting = _Step(plan), {}, list(self.lanes)
 
     @property
     def stays(self) -> bool:
@@ -236,7 +246,7 @@ class Exchange:
         for lane in complete:
             self._waiting.remove(lane)
             grads = {name: self._arrived[name] for name in lane.names}
-            if step.stays:
+            if self._staying:
                 aboard = self._take_aboard(lane, step.plan)
                 aboard.start_(grads, self.comm)
                 step.aboard.append((aboard, self.comm.take()))
