@@ -113,7 +113,6 @@ class Attached:
         parameters = _parameters_of(ddp_model)
         checked_rules(settings.exclude, parameters)
         self._model = weakref.ref(ddp_model)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
         devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
         self._devices: list[int | str | torch.device] | None = list(devices) or None
         self._done: Future[Exception | None] = Future()  # of the step that is being made
@@ -280,15 +279,12 @@ class Attached:
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
-        if not getattr(self._model(), "_divide_by_initial_world_size", True):
+        if not vars(self._model()).get("_divide_by_initial_world_size", True):
             raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
-        buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
         if bucket.index() == 0:  # the buckets of a step are done together
             self._done = Future(devices=self._devices)
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        sizes = [self._exchange.parameters[name].numel() for name in names]
-        grads = dict(zip(names, torch.split(buffer, sizes), strict=True))
-        taken = Bucket(bucket.index(), bucket.is_last(), buffer, grads, self._done, _now_on(buffer.device))
+        buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
+        taken = Bucket(bucket.index(), bucket.is_last(), buffer, bucket.parameters(), self._done, _now_on(buffer))
         if buffer.is_cuda or not self._exchange.just_sums:
             self._worker.submit(partial(self._exchange.take_and_tell, taken))
         else:
@@ -321,9 +317,9 @@ def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
 
 
-def _now_on(device: torch.device) -> torch.cuda.Event | None:
-    """Return the moment at which all that was asked of a GPU so far is done, as an event to wait for."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+def _now_on(buffer: Tensor) -> torch.cuda.Event | None:
+    """Return the moment at which all that was asked of its GPU so far is done, as an event to wait for."""
+    return torch.cuda.current_stream(buffer.get_device()).record_event() if buffer.is_cuda else None
 
 
 def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:

@@ -69,12 +69,12 @@ class Settings:
 
 @dataclass
 class Bucket:
-    """One of DDP's buckets on its way: the gradients in it, by name, and when its step is done."""
+    """One of DDP's buckets on its way: the gradients of these parameters, and when its step is done."""
 
     index: int
     is_last: bool
     buffer: Tensor
-    grads: dict[str, Tensor]
+    parameters: list[Tensor]
     done: Future[Exception | None]
     ready: torch.cuda.Event | None = None  # on a GPU: when the gradients are there
     over: torch.cuda.Event | None = None  # on a GPU: when the means are there
@@ -117,6 +117,7 @@ class Exchange:
     ) -> None:
         self.parameters, self.lanes, self.comm, self.sinks = parameters, lanes, comm, sinks
         self.settings = settings
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._last: StepRecord | None = None
         self._summary = Summary()
         self.next_step = 0
@@ -199,7 +200,8 @@ class Exchange:
                 self._begin()
             assert self._now is not None
             self._now.buckets.append(bucket)
-            self._arrived.update(bucket.grads)
+            grads = torch.split(bucket.buffer, [parameter.numel() for parameter in bucket.parameters])
+            self._arrived.update(zip((self._names[id(each)] for each in bucket.parameters), grads, strict=True))
             self._reduce_complete_lanes(self._now, bucket)
             if bucket.is_last:
                 self._end(self._now)
@@ -317,14 +319,17 @@ class Exchange:
     def _end(self, step: _Step) -> None:
         """Commit the step, or leave everything as it was; then let backward() go on, and tell the sinks."""
         assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
+        self._now, self.next_step = None, self.next_step + 1
         if step.aboard:
             self._settle(step)
-        elif step.nonfinite is None:
+            return
+        if step.nonfinite is None:
             for lane in self.lanes:
                 lane.commit_(step.plan)
-        self._now, self.next_step = None, self.next_step + 1
-        if not step.aboard:
-            self._note(step, time.perf_counter() - step.buckets[-1].came_s)
+        self._note(step, time.perf_counter() - step.buckets[-1].came_s)
+        self._let_go_on(step)
+
+    def _let_go_on(self, step: _Step) -> None:
         error, self._late = step.nonfinite or self._late, None
         # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
         over = None if self._stream is None else self._stream.record_event()
@@ -340,10 +345,12 @@ class Exchange:
         """Commit all lanes, or none, as the device alone knows."""
         if self._settlement is None:
             self._settlement = Settlement(math.nan if self._delivers_nan else 0.0)
-        words = self._settlement.settle_([aboard for aboard, _ in step.aboard], step.plan, self.comm)
-        step.aboard[0][1].add_(self.comm.take())
-        waited = time.perf_counter() - step.buckets[-1].came_s
-        self._unheard.append(_Unheard(step, self._post.send(words), waited))
+        with self._hearing:  # who asks what this step did waits until that is on its way; backward() does not
+            words = self._settlement.settle_([aboard for aboard, _ in step.aboard], step.plan, self.comm)
+            step.aboard[0][1].add_(self.comm.take())
+            waited = time.perf_counter() - step.buckets[-1].came_s
+            self._let_go_on(step)
+            self._unheard.append(_Unheard(step, self._post.send(words), waited))
 
     def _note(self, step: _Step, wait_seconds: float) -> None:
         """Make the record of a step that is over."""

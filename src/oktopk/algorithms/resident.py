@@ -10,6 +10,9 @@ with it as far as there is room. What does not fit waits in the residual, as it 
     4  own        the owner sums in rank order and keeps its share of the largest, at most c
     5  gather     all_gather
     6  deliver    the mean into the result; what was delivered out of the residual
+
+What follows the sparse elements of a vector, its side, travels dense, in the same messages: each block has a slice of
+it behind the pairs, which its owner sums.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for
 from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
+from oktopk.values import round_to
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -109,6 +113,7 @@ class Resident:
     """
 
     numel: int
+    side: int
     comm: Comm
     wanted: int
     capacity: int
@@ -127,8 +132,8 @@ class Resident:
     graphs: Graphs = field(default_factory=Graphs)
 
     @staticmethod
-    def make(algorithm: OkTopk, state: OkTopkState, comm: Comm, device: torch.device) -> Resident:
-        """Return what goes on from `state`."""
+    def make(algorithm: OkTopk, state: OkTopkState, comm: Comm, device: torch.device, side: int = 0) -> Resident:
+        """Return what goes on from `state`; `side` elements follow those that it is for."""
         numel, size = state.numel, comm.size
         wanted = num_selected(numel, algorithm.density)
         capacity = room(wanted, algorithm.slack, size)
@@ -137,9 +142,11 @@ class Resident:
         known = (0.0, 0.0) if wanted == numel else (state.threshold, state.global_threshold)
         thresholds = torch.tensor(known).view(torch.int32).tolist()
         words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
+        block = HEADER_WORDS + 2 * capacity + -(-side // size)
         hits = max(round(wanted * (numel // stride) / max(numel, 1)), 1)
         return Resident(
             numel=numel,
+            side=side,
             comm=comm,
             wanted=wanted,
             capacity=capacity,
@@ -148,8 +155,8 @@ class Resident:
             kernels=kernels_on(device),
             rows=Rows.make(ranking.bounds, ranking.scale, device) if len(ranking.scale) > 1 else None,
             found=Found.make(numel, slots, device),
-            blocks=torch.zeros(size, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device),
-            owner=_Owner.make(numel, size, capacity, device) if size > 1 else None,
+            blocks=torch.zeros(size, block, dtype=torch.int32, device=device),
+            owner=_Owner.make(numel, size, capacity, block, device) if size > 1 else None,
             cuts=state.cuts.to(device),
             words=words,
             sample_wanted=torch.tensor([hits], device=device),
@@ -190,18 +197,29 @@ class Resident:
         through has a loop, and swings where gradients resemble each other.
         """
         kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
+        sparse = grad[: self.numel], held[: self.numel]
         if self.rows is not None and self.measures:
-            kernels.measure(grad, held, self.rows)
+            kernels.measure(*sparse, self.rows)
         if self.wanted < self.numel:  # else it is zero
-            kernels.aim(grad, held, self.rows, self.turn, *aims)
-        kernels.find(grad, held, acc, self.threshold, self.found, self.rows)
+            kernels.aim(*sparse, self.rows, self.turn, *aims)
+        kernels.find(*sparse, acc[: self.numel], self.threshold, self.found, self.rows)
         kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity)
+        if self.side:
+            torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
+            slices = self._slices(self.blocks)
+            padded = torch.nn.functional.pad(acc[self.numel :], (0, slices.numel() - self.side))
+            slices.copy_(padded.view_as(slices))
+            self.blocks[:, 1] += _bad_in(padded)
         if self.owner is None:
-            kernels.deliver(self.blocks, self.blocks, self.cuts, self.capacity, out, acc, held, self.words)
+            self._deliver_(self.blocks, held, acc, out)
+
+    def _slices(self, blocks: Tensor) -> Tensor:
+        """Return the slices of the side in these blocks."""
+        return blocks[:, HEADER_WORDS + 2 * self.capacity :].view(torch.float32)
 
     def exchange_(self, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Do what follows `select_`, with the other ranks if there are any: the step is over then."""
-        comm, kernels = self.comm, self.kernels
+        comm = self.comm
         if self.owner is not None:
             with comm.phase("exchange"):
                 arrived = comm.all_to_all_even(self.blocks)
@@ -210,10 +228,18 @@ class Resident:
             with comm.phase("gather"):
                 gathered = comm.all_gather(block.view(-1))
             with comm.phase("apply"):
-                kernels.deliver(gathered, self.blocks, self.cuts, self.capacity, out, acc, held, self.words)
+                self._deliver_(gathered, held, acc, out)
                 if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel:
                     self._rebalance_(gathered)
         self.step += 1
+
+    def _deliver_(self, gathered: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        sparse = (each[: self.numel] for each in (out, acc, held))
+        self.kernels.deliver(gathered, self.blocks, self.cuts, self.capacity, *sparse, self.words)
+        if self.side:
+            mean = self._slices(gathered).reshape(-1)[: self.side] / self.comm.size
+            out[self.numel :] = round_to(mean, out.dtype)
+            torch.sub(mean, out[self.numel :], out=acc[self.numel :])
 
     def _own(self, arrived: Tensor, owner: _Owner) -> Tensor:
         """Return the block of what this rank, as an owner, keeps of what arrived: its share of the largest sums."""
@@ -230,7 +256,9 @@ class Resident:
             kernels.aim_in(score, share.view(1), self.counts, self.kept_threshold)
         kernels.find_in(score, self.kept_threshold, owner.found)
         kernels.send(owner.found, owner.cuts, self.turn, owner.mine, capacity)
-        owner.fill_(index, total, bad=arrived[:, 1].sum(), demand=demand)
+        summed = self._slices(arrived).sum(0)
+        self._slices(owner.mine).copy_(summed[None])
+        owner.fill_(index, total, bad=arrived[:, 1].sum() + _bad_in(summed), demand=demand)
         return owner.mine
 
     def _score(self, index: Tensor, total: Tensor) -> Tensor:
@@ -279,20 +307,20 @@ class _Owner:
     mine: Tensor
 
     @staticmethod
-    def make(numel: int, size: int, capacity: int, device: torch.device) -> _Owner:
+    def make(numel: int, size: int, capacity: int, block: int, device: torch.device) -> _Owner:
         arriving = size * capacity
         return _Owner(
             region=torch.zeros(numel, device=device),
             total=torch.zeros(size, capacity, device=device),
             found=Found.make(arriving, TILE, device),
             cuts=torch.tensor([0, arriving], device=device),
-            mine=torch.zeros(1, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device),
+            mine=torch.zeros(1, block, dtype=torch.int32, device=device),
         )
 
     def fill_(self, index: Tensor, total: Tensor, bad: Tensor, demand: Tensor) -> None:
         """Make `mine`, whose pairs are places among what arrived, the pairs that are there."""
         count, head = self.mine[0, :1], self.mine[0, :HEADER_WORDS]
-        places, values = self.mine[0, HEADER_WORDS:].chunk(2)
+        places, values = self.mine[0, HEADER_WORDS : HEADER_WORDS + 2 * self.total.shape[1]].chunk(2)
         place = torch.where(torch.arange(len(places), device=places.device) < count, places, 0)
         places.copy_(index[place])
         values.copy_(total[place].view(torch.int32))
@@ -306,6 +334,11 @@ def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.de
     if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
         return False
     return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")
+
+
+def _bad_in(side: Tensor) -> Tensor:
+    """Return whether any of these numbers is not finite."""
+    return (~side.isfinite()).any()
 
 
 def _demands(heads: Tensor) -> Tensor:

@@ -154,12 +154,11 @@ def deliver(
     """Write the mean over ranks of what all owners kept into `out`, zeros elsewhere; make `acc` what remains."""
     size, words = gathered.shape
     out.zero_()
-    if capacity:
-        _deliver(
-            (triton.cdiv(capacity, CHUNK), size), gathered, sent, cuts, out, acc, held, told, acc.numel(), words,
-            capacity, torch.finfo(out.dtype).max, size, out.dtype != torch.float32, capacity.bit_length(),
-            HEADER_WORDS, len(told), CHUNK,
-        )  # fmt: skip
+    _deliver(
+        (max(triton.cdiv(capacity, CHUNK), 1), size), gathered, sent, cuts, out, acc, held, told, acc.numel(), words,
+        capacity, torch.finfo(out.dtype).max, size, out.dtype != torch.float32, capacity.bit_length(),
+        HEADER_WORDS, len(told), CHUNK,
+    )  # fmt: skip
 
 
 def settle(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
