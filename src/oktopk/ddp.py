@@ -328,7 +328,7 @@ def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     if error is not None:
         raise error
     if bucket.over is not None:
-        bucket.over.wait()
+        bucket.over.wait(torch.cuda.current_stream(bucket.buffer.get_device()))  # it asks for the stream more slowly
     return bucket.buffer
 
 

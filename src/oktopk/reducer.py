@@ -185,7 +185,7 @@ class Reducer:
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
         residual.commit_()
-        self._unheard.append((self._post.send(resident.words[None]), self._comm.take()))
+        self._unheard.append((self._post.send(resident.words), self._comm.take()))
         self._step += 1
         return mean
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import PIECE, TILE, Found, Rows, bins, room_for
+from oktopk.kernels.blocks import PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import even_cuts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -81,7 +81,7 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
     grad, held, rows = made(numel, dtype, 1), made(numel, torch.float32, 2), rows_of(numel, kind)
     counts, turn = bins(torch.device(DEVICE)), torch.tensor([24], dtype=torch.int32, device=DEVICE)
     for stride in (1, 7):
-        sample = numel // stride
+        sample = sample_of(numel, stride)
         for wanted in {1, max(sample // 100, 1), max(sample, 1), sample + 1}:
             ours, theirs = threshold_of(float(POISON)), threshold_of(float(POISON))
             number = torch.tensor([wanted], device=DEVICE)
@@ -90,7 +90,9 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
             blocks.aim(grad, held, rows, turn, stride, number, counts, theirs)
             assert torch.equal(ours, theirs)
             if rows is None and wanted <= sample:
-                size = (held + grad.float())[24 % stride :: stride][:sample].abs()
+                size = (held + grad.float()).abs()
+                if stride > 1:
+                    size = size[: sample * stride].view(-1, stride, RUN)[:, 24 % stride]
                 assert int((size >= ours).sum()) >= wanted
                 assert int((size > ours * (1 + 2**-11)).sum()) < wanted
     if rows is not None:

@@ -18,6 +18,7 @@ it behind the pairs, which its owner sums.
 from __future__ import annotations
 
 import importlib
+import struct
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from oktopk.algorithms.base import OkTopkState, Outcome
 from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk import AUTO, OkTopk
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for
+from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
 from oktopk.values import round_to
@@ -48,26 +49,22 @@ LATE = 2
 
 @dataclass(frozen=True)
 class Told:
-    """What a step did, as the host learns of it."""
+    """What a step did, as the host learns of it: thresholds by their bits."""
 
     selected: int
     nnz: int
     bad: int
-    threshold: float
-    kept_threshold: float
+    threshold: int
+    kept_threshold: int
+    step: int
 
     NUM_WORDS = 6
-
-    @staticmethod
-    def of(words: Tensor) -> list[Told]:
-        """Read a row of words, on the host, for each that tells."""
-        floats = words.view(torch.float32)[:, 3:5].tolist()
-        return [Told(*row, *each) for row, each in zip(words[:, :3].tolist(), floats, strict=True)]
 
     @property
     def outcome(self) -> Outcome:
         """The same, as every step's record has it."""
-        return Outcome(self.selected, self.nnz, threshold=self.threshold, global_threshold=self.kept_threshold)
+        thresholds = struct.unpack("2f", struct.pack("2i", self.threshold, self.kept_threshold))
+        return Outcome(self.selected, self.nnz, (), *thresholds)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Post:
         self._free: list[Letter] = []
 
     def send(self, words: Tensor) -> Letter:
-        """Send words: a row for each that tells."""
+        """Send the words of one step, or of several in rows."""
         if self._free:
             letter = self._free.pop()
         else:
@@ -93,14 +90,14 @@ class Post:
             letter = Letter(here, torch.cuda.Event() if words.is_cuda else None)  # type: ignore[no-untyped-call]
         letter.words.copy_(words, non_blocking=True)
         if letter.done is not None:
-            letter.done.record()
+            letter.done.record(torch.cuda.current_stream(words.get_device()))  # it asks for the stream more slowly
         return letter
 
     def read(self, letter: Letter) -> list[Told]:
         """Return what they tell, once they are here."""
         if letter.done is not None:
             letter.done.synchronize()
-        told = Told.of(letter.words)
+        told = [Told(*row) for row in letter.words.view(-1, Told.NUM_WORDS).tolist()]
         self._free.append(letter)
         return told
 
@@ -143,7 +140,7 @@ class Resident:
         thresholds = torch.tensor(known).view(torch.int32).tolist()
         words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
         block = HEADER_WORDS + 2 * capacity + -(-side // size)
-        hits = max(round(wanted * (numel // stride) / max(numel, 1)), 1)
+        hits = max(round(wanted * sample_of(numel, stride) / max(numel, 1)), 1)
         return Resident(
             numel=numel,
             side=side,

@@ -25,6 +25,9 @@ DIGIT_BITS = 10
 """A threshold is found by its first two digits: 20 of the 31 bits of a magnitude, 1 in 4096 of it."""
 
 SHIFTS = (31 - DIGIT_BITS, 31 - 2 * DIGIT_BITS)
+RUN = 8
+"""Elements of a sample that lie side by side: a GPU reads as many at a time."""
+
 PIECE = 1 << 16
 """Elements of a row whose squares are summed at a time."""
 
@@ -119,6 +122,15 @@ def group_of(tiles: int) -> int:
     return 32 if tiles <= 1 << 16 else 64
 
 
+def sample_of(numel: int, stride: int) -> int:
+    """Return how many elements of a vector `aim` looks at: of each stride * RUN, RUN; all where the stride is 1.
+
+    >>> sample_of(1000, 3), sample_of(7, 1)
+    (328, 7)
+    """
+    return numel // (stride * RUN) * RUN if stride > 1 else numel
+
+
 def bins(device: torch.device) -> Tensor:
     """Return the counters that `aim` works with: all zero between any two calls."""
     return torch.zeros(2, 1 << DIGIT_BITS, dtype=torch.int32, device=device)
@@ -136,10 +148,11 @@ def aim(
 ) -> None:
     """Write a threshold into `out` that `wanted` (one number, on the device) of a sample of held + grad reach.
 
-    The sample is every stride-th element, beginning elsewhere at every turn. The threshold is the score of one of them,
-    but for its last bits, which are zero; if not so many scores are above zero, it is zero.
+    The sample is one in `stride` elements, a few side by side, beginning elsewhere at every turn. The threshold is the
+    score of one of them, but for its last bits, which are zero; if not so many scores are above zero, it is zero.
     """
-    places = turn % stride + stride * torch.arange(len(held) // stride, device=held.device)
+    number = torch.arange(sample_of(len(held), stride), device=held.device)
+    places = (number // RUN * stride + turn % stride) * RUN + number % RUN
     total = held[places] + grad[places].float()
     aim_in(total.abs() if rows is None else total.abs() / rows.scale[rows.of(places)], wanted, counts, out)
 

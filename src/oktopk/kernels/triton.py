@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oktopk.kernels.blocks import DIGIT_BITS, HEADER_WORDS, SHIFTS, TILE, Found, Rows, group_of, rescale
+from oktopk.kernels.blocks import DIGIT_BITS, HEADER_WORDS, RUN, SHIFTS, TILE, Found, Rows, group_of, rescale, sample_of
 
 NAME = "gpu (triton)"
 LANES = Found.LANES
@@ -73,13 +73,13 @@ def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:
 
 
 def _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds):
-    sample = len(held) // stride
+    sample = sample_of(len(held), stride)
     grid = (max(triton.cdiv(sample, CHUNK), 1),)
     starts, scale, last, halvings = _flat(rows, held)
     for digit in range(2):
         _count(
             grid, grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
-            digit, adds, rows is not None, halvings, SHIFTS[0], SHIFTS[1], 1 << DIGIT_BITS, CHUNK,
+            digit, adds, rows is not None, halvings, SHIFTS[0], SHIFTS[1], 1 << DIGIT_BITS, RUN, CHUNK,
         )  # fmt: skip
     _pick((1,), wanted, counts, out, SHIFTS[0], SHIFTS[1], 1 << DIGIT_BITS)
 
@@ -192,12 +192,12 @@ def _digit(counts, wanted):
 def _count(
     grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
     DIGIT: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr,
-    HIGH: tl.constexpr, LOW: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, BINS: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Count the first digits of a sample of scores; or the second ones of those that share the threshold's first."""
     number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = number < sample
-    place = tl.load(turn) % stride + number.to(tl.int64) * stride
+    place = ((number // RUN).to(tl.int64) * stride + tl.load(turn) % stride) * RUN + number % RUN
     x = tl.load(held + place, there, other=0.0)
     if ADDS:
         x = x + tl.load(grad + place, there, other=0.0).to(tl.float32)
