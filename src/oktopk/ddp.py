@@ -32,6 +32,7 @@ from oktopk.hook import check_model, hook_of, register
 from oktopk.kernels import kernels_for
 from oktopk.lanes import plan_lanes
 from oktopk.plan import Momentum
+from oktopk.streams import now_on
 from oktopk.telemetry import Sink, Sinks, StepRecord, Summary
 from oktopk.worker import Worker
 
@@ -284,7 +285,7 @@ class Attached:
         if bucket.index() == 0:  # the buckets of a step are done together
             self._done = Future(devices=self._devices)
         buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
-        taken = Bucket(bucket.index(), bucket.is_last(), buffer, bucket.parameters(), self._done, _now_on(buffer))
+        taken = Bucket(bucket.index(), bucket.is_last(), buffer, bucket.parameters(), self._done, now_on(buffer.device))
         if buffer.is_cuda or not self._exchange.just_sums:
             self._worker.submit(partial(self._exchange.take_and_tell, taken))
         else:
@@ -317,18 +318,13 @@ def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
 
 
-def _now_on(buffer: Tensor) -> torch.cuda.Event | None:
-    """Return the moment at which all that was asked of its GPU so far is done, as an event to wait for."""
-    return torch.cuda.current_stream(buffer.get_device()).record_event() if buffer.is_cuda else None
-
-
 def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     """Return the bucket's buffer to DDP, or raise in its backward()."""
     error = done.value()
     if error is not None:
         raise error
     if bucket.over is not None:
-        bucket.over.wait(torch.cuda.current_stream(bucket.buffer.get_device()))  # it asks for the stream more slowly
+        bucket.over.wait()
     return bucket.buffer
 
 

@@ -29,6 +29,7 @@ from oktopk.device_lane import DeviceLane, Settlement
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.lanes import Lane
 from oktopk.plan import Momentum, Plan
+from oktopk.streams import now_on
 from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
 
 Exclusion = str | Callable[[str, Tensor], bool]
@@ -76,8 +77,8 @@ class Bucket:
     buffer: Tensor
     parameters: list[Tensor]
     done: Future[Exception | None]
-    ready: torch.cuda.Event | None = None  # on a GPU: when the gradients are there
-    over: torch.cuda.Event | None = None  # on a GPU: when the means are there
+    ready: torch.Event | None = None  # on a GPU: when the gradients are there
+    over: torch.Event | None = None  # on a GPU: when the means are there
     came_s: float = field(default_factory=time.perf_counter)
 
 
@@ -189,7 +190,7 @@ class Exchange:
                 self._stream = torch.cuda.Stream(bucket.buffer.device)  # type: ignore[no-untyped-call]
                 torch.cuda.set_device(bucket.buffer.device)
                 torch.cuda.set_stream(self._stream)
-            bucket.ready.wait(self._stream)
+            bucket.ready.wait()
         self._take(bucket)
 
     def _take(self, bucket: Bucket) -> None:
@@ -332,7 +333,7 @@ class Exchange:
     def _let_go_on(self, step: _Step) -> None:
         error, self._late = step.nonfinite or self._late, None
         # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
-        over = None if self._stream is None else self._stream.record_event()
+        over = now_on(step.buckets[0].buffer.device)
         for bucket in step.buckets:
             bucket.over = over
         step.buckets[0].done.set_result(None if self._delivers_nan else error)

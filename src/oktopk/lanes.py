@@ -61,16 +61,12 @@ class Lane:
         self.state: Any = None
         self._state_of: tuple[Any, ...] = ()
         self._pieces: list[Piece] = list(pieces)
+        self.names = [piece.name for piece in pieces]  # in the order in which backward reaches them
         self.num_sparse = 0  # elements, from the first on, that sparse steps send sparsely
         self._pending = False  # whether any rank's residual may hold anything; the same on all ranks
         self._silent: list[str] = []  # parameters that no rank used in this step: they keep what is held for them
         self.made = False  # whether this step made an acc to commit
         self.spans = _spans(self._pieces)
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters, in the order in which backward reaches them."""
-        return [piece.name for piece in self._pieces]
 
     @property
     def dense_names(self) -> list[str]:

@@ -183,9 +183,10 @@ class Reducer:
                 f"not for {flat.numel()} of {flat.dtype} on {flat.device}"
             )
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
-        resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
-        residual.commit_()
-        self._unheard.append((self._post.send(resident.words), self._comm.take()))
+        with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
+            resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
+            residual.commit_()
+            self._unheard.append((self._post.send(resident.words), self._comm.take()))
         self._step += 1
         return mean
 

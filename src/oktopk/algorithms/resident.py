@@ -34,6 +34,7 @@ from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
+from oktopk.streams import now_on
 from oktopk.values import round_to
 
 if TYPE_CHECKING:
@@ -72,33 +73,27 @@ class Letter:
     """Words on their way to the host."""
 
     words: Tensor
-    done: torch.cuda.Event | None
+    done: torch.Event | None
 
 
 class Post:
     """Brings words to the host, which goes on meanwhile; the room for them is used again."""
 
     def __init__(self) -> None:
-        self._free: list[Letter] = []
+        self._free: list[Tensor] = []
 
     def send(self, words: Tensor) -> Letter:
         """Send the words of one step, or of several in rows."""
-        if self._free:
-            letter = self._free.pop()
-        else:
-            here = torch.empty(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
-            letter = Letter(here, torch.cuda.Event() if words.is_cuda else None)  # type: ignore[no-untyped-call]
-        letter.words.copy_(words, non_blocking=True)
-        if letter.done is not None:
-            letter.done.record(torch.cuda.current_stream(words.get_device()))  # it asks for the stream more slowly
-        return letter
+        here = self._free.pop() if self._free else torch.empty(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
+        here.copy_(words, non_blocking=True)
+        return Letter(here, now_on(words.device))
 
     def read(self, letter: Letter) -> list[Told]:
         """Return what they tell, once they are here."""
         if letter.done is not None:
             letter.done.synchronize()
         told = [Told(*row) for row in letter.words.view(-1, Told.NUM_WORDS).tolist()]
-        self._free.append(letter)
+        self._free.append(letter.words)
         return told
 
 
