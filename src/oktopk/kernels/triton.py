@@ -123,16 +123,16 @@ def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int
     """Write what was found into a block for each region, as much as it has room for, and the headers."""
     tiles, room = found.place.shape
     size, words = blocks.shape
-    group = group_of(tiles)
-    plan = torch.empty(3, size, dtype=torch.int64, device=cuts.device)
+    group, groups = group_of(tiles), len(found.groups)
+    plan = torch.empty(3 * size + groups, dtype=torch.int64, device=cuts.device)
     _plan(
-        (size,), found.place, found.count, found.groups, cuts, found.bad, turn, plan, blocks, words, capacity, tiles,
-        size, group, TILE, room, LANES, CHUNK,
+        (size + 1,), found.place, found.count, found.groups, cuts, found.bad, turn, plan, blocks, words, capacity,
+        tiles, groups, size, group, TILE, room, LANES, CHUNK,
     )  # fmt: skip
     if tiles:
         _send(
-            (len(found.groups),), found.place, found.value, found.count, found.groups, cuts, plan, blocks, words,
-            capacity, tiles, size, group, SLOTS, TILE, room, HEADER_WORDS, CHUNK,
+            (groups,), found.place, found.value, found.count, cuts, plan, blocks, words, capacity, tiles,
+            size, group, SLOTS, TILE, room, HEADER_WORDS,
         )  # fmt: skip
 
 
@@ -296,14 +296,33 @@ def _before(place, count, cut, tile, tiles, GROUP: tl.constexpr, TILE: tl.conste
     return before
 
 
-@_kernel("words", "capacity", "tiles")
+@triton.jit
+def _plan_groups(groups, starts, num_groups, CHUNK: tl.constexpr):
+    """Write how many are found before each group."""
+    at = tl.arange(0, CHUNK)
+    before = tl.full((), 0, tl.int64)
+    left = num_groups
+    while left > 0:
+        counts = tl.load(groups + at, at < num_groups, other=0).to(tl.int64)
+        tl.store(starts + at, before + tl.cumsum(counts, 0) - counts, at < num_groups)
+        before += tl.sum(counts, 0)
+        at += CHUNK
+        left -= CHUNK
+
+
+@_kernel("words", "capacity", "tiles", "num_groups")
 def _plan(
-    place, count, groups, cuts, bad, turn, plan, blocks, words, capacity, tiles,
+    place, count, groups, cuts, bad, turn, plan, blocks, words, capacity, tiles, num_groups,
     SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Plan for each region where it begins among what was found, and which part of it fits; write its block's head."""
+    """Plan for each region where it begins among what was found, and which part of it fits; write its block's head.
+    One program more plans where each group of tiles begins.
+    """
     region = tl.program_id(0)
+    if region == SIZE:
+        _plan_groups(groups, plan + 3 * SIZE, num_groups, CHUNK)
+        return
     low_cut, high_cut = tl.load(cuts + region), tl.load(cuts + region + 1)
     low_tile, high_tile = tl.minimum(low_cut // TILE, tiles), tl.minimum(high_cut // TILE, tiles)
     at = tl.arange(0, CHUNK).to(tl.int64)
@@ -331,9 +350,9 @@ def _plan(
 
 @_kernel("words", "capacity", "tiles")
 def _send(
-    place, value, count, groups, cuts, plan, blocks, words, capacity, tiles,
+    place, value, count, cuts, plan, blocks, words, capacity, tiles,
     SIZE: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
-    HEADER: tl.constexpr, CHUNK: tl.constexpr,
+    HEADER: tl.constexpr,
 ):  # fmt: skip
     """Copy the pairs of a group of tiles, region by region, of which there is nearly always one, and a few slots of
     each tile at a time: most tiles have few.
@@ -341,14 +360,7 @@ def _send(
     group = tl.program_id(0)
     tile = group * GROUP + tl.arange(0, GROUP)
     held = tl.load(count + tile, tile < tiles, other=0)
-    other = tl.arange(0, CHUNK)
-    before = tl.zeros((CHUNK,), tl.int64)
-    left = group
-    while left > 0:
-        before += tl.load(groups + other, other < group, other=0)
-        other += CHUNK
-        left -= CHUNK
-    start = tl.sum(before, 0) + tl.cumsum(held, 0) - held
+    start = tl.load(plan + 3 * SIZE + group) + tl.cumsum(held, 0) - held
     most = tl.max(held, 0)
     row = tile.to(tl.int64)[:, None] * ROOM
     region = tl.full((), 0, tl.int32)
