@@ -1,8 +1,8 @@
 """`DeviceLane`: the sparse steps of a lane that never wait for the host.
 
 The gradients are copied into one vector, in the lane's order, which `Resident` reduces; the means are copied back when
-all lanes of the step are done. Whether a NaN or Inf was met anywhere is known on
-the device alone by then: if so, a kernel puts every lane's residual back, and the means become zeros, or NaN.
+all lanes of the step are done. Whether a NaN or Inf was met anywhere is known on the device alone by then: if so, a
+kernel puts every lane's residual back, and the means become zeros, or NaN.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ class DeviceLane:
     def words(self) -> Tensor:
         """What the last step did, see `Told`."""
         return self._resident.words
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the end of a step reads and writes."""
+        residual = self.lane.residual
+        return [self.words, self.flat, residual.held, residual.acc, *self.grads]
 
     def start_(self, grads: Mapping[str, Tensor], comm: Metered) -> None:
         """Reduce these gradients."""
@@ -82,9 +88,8 @@ class Settlement:
         """Hand the means out, and commit; return the words of all lanes."""
         if not len(self._words):
             self._words = torch.stack([lane.words for lane in lanes])
-        accs, grads = [lane.lane.residual.acc for lane in lanes], [grad for lane in lanes for grad in lane.grads]
         with comm.phase("apply"):
-            self._graphs.run(lambda *_: self._hand_out_(lanes), *accs, *grads)
+            self._graphs.run(lambda *_: self._hand_out_(lanes), *(each for lane in lanes for each in lane.tensors))
             for lane in lanes:
                 lane.commit_(plan)
         return self._words

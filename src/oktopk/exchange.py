@@ -287,6 +287,7 @@ class Exchange:
         if aboard is None or aboard.algorithm != plan.algorithm:
             if aboard is not None:
                 aboard.save_()
+                self._settlement = None
             aboard = self._aboard[id(lane)] = DeviceLane(lane, plan.algorithm, self.comm)
         return aboard
 

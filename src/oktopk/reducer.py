@@ -302,9 +302,6 @@ def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -
 def _disagreement(what: str, column: Sequence[int]) -> str:
     if what == "settings":
         return "the ranks disagree on the algorithm, its settings or the segments; give every rank the same"
-    said = ", ".join(f"rank {rank} has {DTYPES[x] if what == 'dtype' else x}" for rank, x in enumerate(column))
-    return (
-        f"the ranks disagree on the {what} of the tensor: {said}"
-        if what != "step"
-        else f"the ranks disagree on the step they are at: {said}"
-    )
+    names = {"dtype": DTYPES, "kind of device": ("a host's", "a GPU's, on which steps stay")}.get(what)
+    said = ", ".join(f"rank {rank} has {names[x] if names else x}" for rank, x in enumerate(column))
+    return f"the ranks disagree on the {'step they are at' if what == 'step' else f'{what} of the tensor'}: {said}"

@@ -15,15 +15,17 @@ import oktopk
 import oktopk.reducer
 from oktopk.algorithms.resident import Resident
 from oktopk.kernels.blocks import HEADER_WORDS, TILE
-from tests.cases import PLAIN
+from oktopk.kernels.graphs import Graphs
+from tests.cases import PLAIN, replayed
 
 Made = Callable[[int, int], Tensor]
 
 
 @pytest.fixture(autouse=True)
 def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nobody would choose this step: make the reducer do so."""
+    """On a CPU nobody would choose this step: make the reducer do so, and replay what was done at the same places."""
     monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+    monkeypatch.setattr(Graphs, "run", replayed)
 
 
 def heavy_tailed(rank: int, step: int, numel: int = 20_000) -> Tensor:
