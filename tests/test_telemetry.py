@@ -30,6 +30,7 @@ def test_the_record_of_a_dense_step() -> None:
     assert (record.phase, record.nnz, record.sparsity, record.compression_ratio) == ("dense", 100, 0.0, 1.0)
     assert (record.nominal_bytes, record.selected, record.threshold) == (400, 100, None)
     assert record.sent_bytes == 4 * 100 + 8  # 2 n (P-1)/P words, and a verdict
+    assert (record.world_size, record.side_numel, record.nnz_by_owner) == (2, 100, ())
 
 
 def test_the_record_of_a_sparse_step() -> None:
@@ -38,6 +39,8 @@ def test_the_record_of_a_sparse_step() -> None:
     assert (record.nominal_bytes, record.selected) == (40, 5)
     assert record.sent_bytes == record.received_bytes == 4 * (4 + 2 * 5) + 8
     assert record.messages == 2
+    assert (record.world_size, record.side_numel) == (2, 0)
+    assert sum(made["sent_bytes"] for made in record.collectives.values()) == record.sent_bytes
     assert set(record.sent_by_phase) == {"agree", "gather"}
     assert {"accumulate", "select", "gather", "apply"} <= set(record.seconds)
 
