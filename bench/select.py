@@ -85,9 +85,13 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
         kernels.find(grad, held, acc, threshold, found)
         kernels.send(found, cuts, turn, blocks, capacity)
 
+    def launched() -> None:  # as the library does it
+        graphs.run(whole, grad)
+        graphs.capture()
+
     copy = seconds(lambda: acc.copy_(held))
     find = seconds(lambda: kernels.find(grad, held, acc, threshold, found))
-    both = seconds(lambda: graphs.run(whole, grad))  # launched as the library does it
+    both = seconds(launched)
     topk = seconds(lambda: acc.abs().topk(k), 5)
     reducer = oktopk.Reducer(oktopk.OkTopk(density=density, wire="fp32"), oktopk.ProcessGroupComm())
     out = torch.empty_like(grad)

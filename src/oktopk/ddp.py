@@ -32,7 +32,7 @@ from oktopk.hook import check_model, hook_of, register
 from oktopk.kernels import kernels_for
 from oktopk.lanes import plan_lanes
 from oktopk.plan import Momentum
-from oktopk.streams import now_on
+from oktopk.streams import now_on, wait_on
 from oktopk.telemetry import Sink, Sinks, StepRecord, Summary
 from oktopk.worker import Worker
 
@@ -115,6 +115,8 @@ class Attached:
         checked_rules(settings.exclude, parameters)
         self._model = weakref.ref(ddp_model)
         devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
+        if len(devices) > 1:
+            raise SettingError(f"attach wants a model whose parameters are on one GPU; these are on {len(devices)}")
         self._devices: list[int | str | torch.device] | None = list(devices) or None
         self._done: Future[Exception | None] = Future()  # of the step that is being made
         own_group, recorder = group is None, Sinks(sinks)
@@ -280,7 +282,8 @@ class Attached:
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
-        if not vars(self._model()).get("_divide_by_initial_world_size", True):
+        model = self._model()
+        if model is not None and not vars(model).get("_divide_by_initial_world_size", True):
             raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
         if bucket.index() == 0:  # the buckets of a step are done together
             self._done = Future(devices=self._devices)
@@ -323,8 +326,7 @@ def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     error = done.value()
     if error is not None:
         raise error
-    if bucket.over is not None:
-        bucket.over.wait()
+    wait_on(bucket.buffer.device, bucket.over)
     return bucket.buffer
 
 

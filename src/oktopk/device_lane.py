@@ -8,6 +8,7 @@ kernel puts every lane's residual back, and the means become zeros, or NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from oktopk.algorithms import OkTopk
 from oktopk.algorithms.resident import Resident, Told, kernels_on
 from oktopk.comm import Metered, Traffic
 from oktopk.kernels.graphs import Graphs
-from oktopk.lanes import Lane
+from oktopk.lanes import NONE, Lane
 from oktopk.plan import Plan
 from oktopk.telemetry import StepRecord
 
@@ -51,17 +52,23 @@ class DeviceLane:
         self.lane.made = True
         self.grads = [grads[name] for name in self.lane.spans]
         held, acc = self.lane.residual.held, self.lane.residual.acc
+        measures = self._resident.measures
         with comm.phase("select"):
-            self._graphs.run(self._select_, held, acc, *self.grads, kind=self._resident.measures)
+            self._graphs.run(partial(self._select_, measures), held, acc, *self.grads, kind=measures)
         self._resident.exchange_(held, acc, self.flat)
 
-    def _select_(self, held: Tensor, acc: Tensor, *grads: Tensor) -> None:
+    def _select_(self, measures: bool, held: Tensor, acc: Tensor, *grads: Tensor) -> None:
         torch._foreach_copy_(self.parts, list(grads))
-        self._resident.select_(self.flat, held, acc, self.flat)
+        self._resident.select_(measures, self.flat, held, acc, self.flat)
+
+    def capture(self) -> None:
+        """Let the next steps be replayed, see `Graphs`."""
+        self._graphs.capture()
 
     def record(self, told: Told, traffic: Traffic, plan: Plan, size: int) -> StepRecord:
         """Return what a step did, once the host has been told."""
-        return self.lane.record(self.lane.num_sparse, told.outcome, plan, traffic, size)
+        outcome = told.outcome if self.lane.num_sparse else NONE
+        return self.lane.record(self.lane.num_sparse, outcome, plan, traffic, size)
 
     def commit_(self, plan: Plan) -> None:
         """Make this step's residual the one that is held."""
@@ -90,7 +97,9 @@ class Settlement:
             self._words = torch.stack([lane.words for lane in lanes])
         with comm.phase("apply"):
             self._graphs.run(lambda *_: self._hand_out_(lanes), *(each for lane in lanes for each in lane.tensors))
+            self._graphs.capture()  # backward has nothing left to do but to wait
             for lane in lanes:
+                lane.capture()
                 lane.commit_(plan)
         return self._words
 

@@ -136,8 +136,8 @@ class Exchange:
         self._settlement: Settlement | None = None
         self._post = Post()
         self._unheard: deque[_Unheard] = deque()
-        self._hearing = threading.Lock()
-        self._late: NonFiniteError | None = None  # of a step that is over
+        self._hearing = threading.RLock()
+        self._late: tuple[int, NonFiniteError] | None = None  # of a step that is over
         self._lay_out()
 
     @property
@@ -185,29 +185,33 @@ class Exchange:
 
     def take(self, bucket: Bucket) -> None:
         """Sort a bucket's gradients into their lanes, and reduce those that are complete."""
-        if bucket.ready is not None:
-            if self._stream is None:  # this thread works on it ever after: to choose it anew each time takes longer
-                self._stream = torch.cuda.Stream(bucket.buffer.device)  # type: ignore[no-untyped-call]
-                torch.cuda.set_device(bucket.buffer.device)
-                torch.cuda.set_stream(self._stream)
-            bucket.ready.wait()
-        self._take(bucket)
-
-    def _take(self, bucket: Bucket) -> None:
         try:
             if self.failure is not None:
                 raise PeerError(f"oktopk stopped at an earlier error: {self.failure}")
-            if self._now is None or bucket.index == 0:
-                self._begin()
-            assert self._now is not None
-            self._now.buckets.append(bucket)
-            grads = torch.split(bucket.buffer, [parameter.numel() for parameter in bucket.parameters])
-            self._arrived.update(zip((self._names[id(each)] for each in bucket.parameters), grads, strict=True))
-            self._reduce_complete_lanes(self._now, bucket)
-            if bucket.is_last:
-                self._end(self._now)
+            if bucket.ready is not None:
+                self._follow(bucket.ready, bucket.buffer.device)
+            self._take(bucket)
         except BaseException as error:  # whatever it is, backward() must hear of it, and the other ranks too
             self._give_up(error, bucket)
+
+    def _follow(self, ready: torch.Event, device: torch.device) -> None:
+        """Work on a stream of the exchange's own, behind what makes the gradients."""
+        if self._stream is None:  # this thread works on it ever after: to choose it anew each time takes longer
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(self._stream)
+        ready.wait()
+
+    def _take(self, bucket: Bucket) -> None:
+        if self._now is None or bucket.index == 0:
+            self._begin()
+        assert self._now is not None
+        self._now.buckets.append(bucket)
+        grads = torch.split(bucket.buffer, [parameter.numel() for parameter in bucket.parameters])
+        self._arrived.update(zip((self._names[id(each)] for each in bucket.parameters), grads, strict=True))
+        self._reduce_complete_lanes(self._now, bucket)
+        if bucket.is_last:
+            self._end(self._now)
 
     def _begin(self) -> None:
         if not self._agreed:
@@ -267,7 +271,7 @@ class Exchange:
                 step.records.append(end())
             except NonFiniteError as error:
                 step.nonfinite = step.nonfinite or error
-                step.records.append(lane.refused(step.plan, self.comm))
+                step.records.append(lane.refused(step.plan, self.comm.take(), self.comm.size))
                 for grad in grads.values():
                     grad.fill_(math.nan)
 
@@ -306,20 +310,22 @@ class Exchange:
 
     def _hear(self, unheard: _Unheard) -> None:
         step = unheard.step
-        told = self._post.read(unheard.letter)
-        for (aboard, traffic), each in zip(step.aboard, told, strict=True):
-            step.records.append(aboard.record(each, traffic, step.plan, self.comm.size))
-        if any(each.bad for each in told):
+        told, size = self._post.read(unheard.letter), self.comm.size
+        if not any(each.bad for each in told):
+            for (aboard, traffic), each in zip(step.aboard, told, strict=True):
+                step.records.append(aboard.record(each, traffic, step.plan, size))
+        else:
+            step.records += [aboard.lane.refused(step.plan, traffic, size) for aboard, traffic in step.aboard]
             step.nonfinite = NonFiniteError(
                 f"step {step.plan.step}: a rank's gradient, or their sum, was not finite; that step delivered "
                 f"{'NaN' if self._delivers_nan else 'zeros'} on all ranks, and all residuals are as they were before it"
             )
             if not self._delivers_nan:
-                self._late = self._late or step.nonfinite
+                self._late = self._late or (step.plan.step, step.nonfinite)
         self._note(step, unheard.wait_seconds)
 
     def _end(self, step: _Step) -> None:
-        """Commit the step, or leave everything as it was; then let backward() go on, and tell the sinks."""
+        """Commit the step, or leave everything as it was; then let backward() go on."""
         assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
         self._now, self.next_step = None, self.next_step + 1
         if step.aboard:
@@ -332,7 +338,10 @@ class Exchange:
         self._let_go_on(step)
 
     def _let_go_on(self, step: _Step) -> None:
-        error, self._late = step.nonfinite or self._late, None
+        error: NonFiniteError | None = step.nonfinite
+        if self._late is not None and step.plan.step >= self._late[0] + LATE:
+            # On all ranks in the same step, whether or not one of them has asked before what that one did.
+            error, self._late = self._late[1], None
         # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
         over = now_on(step.buckets[0].buffer.device)
         for bucket in step.buckets:
@@ -383,7 +392,7 @@ class Exchange:
         """Tell the sinks of the last steps, and close them."""
         self.hear()
         if self._late is not None:  # there is no backward() left to raise it
-            sys.stderr.write(f"oktopk: WARNING: {self._late}\n")
+            sys.stderr.write(f"oktopk: WARNING: {self._late[1]}\n")
         self._write()
         self.sinks.close()
 

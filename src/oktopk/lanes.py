@@ -147,9 +147,9 @@ class Lane:
         outcome = NONE if reduced is None else Outcome.of(reduced, split, self.state)
         return self.record(split, outcome, plan, comm.take(), comm.size)
 
-    def refused(self, plan: Plan, comm: Metered) -> StepRecord:
-        """Return the record of a step that this lane refused: nothing was delivered."""
-        made = self.record(self.residual.held.numel(), NONE, plan, comm.take(), comm.size)
+    def refused(self, plan: Plan, traffic: Traffic, size: int) -> StepRecord:
+        """Return the record of a step that was refused: nothing was delivered."""
+        made = self.record(self.residual.held.numel(), NONE, plan, traffic, size)
         return replace(made, skipped=True)
 
     def commit_(self, plan: Plan) -> None:

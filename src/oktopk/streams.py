@@ -6,12 +6,25 @@ import torch
 
 
 def now_on(device: torch.device) -> torch.Event | None:
-    """Return the moment when all that this thread has asked of its current stream is done; None on a CPU.
+    """Return the moment when all that this thread has asked of the GPU's current stream is done; None on a CPU.
 
     torch.cuda has events of its own, which take ten times as long to find out which stream that is.
     """
-    if device.type == "cpu":
+    if device.type != "cuda":
         return None
-    now = torch.Event(device)
-    now.record()
+    now = torch.Event(device, enable_timing=False)
+    if device.index == torch.cuda.current_device():
+        now.record()
+    else:  # which asks the current device
+        now.record(torch.cuda.current_stream(device))
     return now
+
+
+def wait_on(device: torch.device, moment: torch.Event | None) -> None:
+    """Let what this thread asks of the GPU's current stream from now on begin after that moment, if there is one."""
+    if moment is None:
+        return
+    if device.index == torch.cuda.current_device():
+        moment.wait()
+    else:
+        moment.wait(torch.cuda.current_stream(device))

@@ -122,7 +122,7 @@ def record_of(
         sent_by_phase=traffic.sent_by_phase,
         collectives=traffic.by_collective,
         world_size=size,
-        side_numel=numel if outcome.pairs is None else side,
+        side_numel=numel if phase == "dense" else side,
         nnz_by_owner=outcome.owners,
         threshold=outcome.threshold,
         global_threshold=outcome.global_threshold,

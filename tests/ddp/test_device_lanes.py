@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 import oktopk.exchange
-from oktopk import MemorySink, OkTopk
+from oktopk import MemorySink, OkTopk, StepRecord
 from oktopk.kernels.graphs import Graphs
 from tests.cases import replayed
 from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, same_bits, through_a_file
@@ -101,8 +101,8 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(worlds: Worlds, size: int, d
             assert same_bits(mine, first)
 
 
-def accident(on_nonfinite: str, spoil: str) -> tuple[bool, bool, Raised | None, list[bool], int]:
-    """Return whether residuals are as before, what was delivered, what was raised later, and what the records say."""
+def accident(on_nonfinite: str, spoil: str) -> tuple[bool, bool, Raised | None, int, list[StepRecord]]:
+    """Return whether residuals are as before, what was delivered, what was raised, in which step; and the records."""
     with staying():
         sink = MemorySink()
         model, attached = started(OkTopk(density=0.05, wire="fp32"), on_nonfinite=on_nonfinite, sinks=[sink])
@@ -112,28 +112,34 @@ def accident(on_nonfinite: str, spoil: str) -> tuple[bool, bool, Raised | None, 
         spoilt = step_(model, 4, spoil)
         undone = same_bits(attached.residual, before)
         as_said = all(bool((g.isnan() if on_nonfinite == "skip" else g == 0).all()) for g in spoilt.values())
-        raised = None
-        for step in range(5, 9):
-            raised = raised or error_of(lambda step=step: step_(model, step))
+        raised, step = None, 4
+        while raised is None and step < 8:
+            step += 1
+            raised = error_of(lambda step=step: step_(model, step))
         attached.detach()
-        return undone, as_said, raised, [record.skipped for record in sink.records], len(sink.records)
+        return undone, as_said, raised, step, sink.records
 
 
 @pytest.mark.parametrize("spoil", ["exit.weight", "entry.weight", "entry.bias"])  # the bias travels dense
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_that_is_not_finite_leaves_no_trace(worlds: Worlds, size: int, on_nonfinite: str, spoil: str) -> None:
-    for undone, as_said, raised, skipped, records in worlds.run(size, accident, on_nonfinite, spoil):
+    for undone, as_said, raised, step, records in worlds.run(size, accident, on_nonfinite, spoil):
         assert undone
         assert as_said
+        refused = records[4]
+        assert (refused.selected, refused.nnz, refused.threshold, refused.compression_ratio) == (0, 0, None, None)
+        assert all(part.skipped for part in refused.buckets)
+        assert refused.reason is not None
+        assert all(record.to_json() for record in records)
+        assert [record.skipped for record in records] == [number == 4 for number in range(len(records))]
         if on_nonfinite == "raise":
             assert raised is not None
             assert "step 4" in raised.message
+            assert step == 6  # on all ranks the same one, though what step 4 did was asked for before
         else:
             assert raised is None
-            assert records == 9
-        assert skipped[:5] == [False] * 4 + [True]
-        assert not any(skipped[5:])
+            assert len(records) == 9
 
 
 def resumed(schedule: Any) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import struct
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,8 @@ class Told:
     @property
     def outcome(self) -> Outcome:
         """The same, as every step's record has it."""
+        if self.bad:
+            return Outcome(selected=0, pairs=0)
         thresholds = struct.unpack("2f", struct.pack("2i", self.threshold, self.kept_threshold))
         return Outcome(self.selected, self.nnz, (), *thresholds)
 
@@ -179,10 +181,11 @@ class Resident:
     def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
         with self.comm.phase("select"):
-            self.graphs.run(self.select_, grad, held, acc, out, kind=self.measures)
+            self.graphs.run(partial(self.select_, self.measures), grad, held, acc, out, kind=self.measures)
+            self.graphs.capture()
         self.exchange_(held, acc, out)
 
-    def select_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+    def select_(self, measures: bool, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make acc, and the blocks to send; a rank that is alone is done then, since what it sends is delivered.
 
         The threshold is measured on a sample, which begins elsewhere at every step: one that is moved by what it let
@@ -190,7 +193,7 @@ class Resident:
         """
         kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
         sparse = grad[: self.numel], held[: self.numel]
-        if self.rows is not None and self.measures:
+        if self.rows is not None and measures:
             kernels.measure(*sparse, self.rows)
         if self.wanted < self.numel:  # else it is zero
             kernels.aim(*sparse, self.rows, self.turn, *aims)
@@ -250,7 +253,7 @@ class Resident:
         kernels.send(owner.found, owner.cuts, self.turn, owner.mine, capacity)
         summed = self._slices(arrived).sum(0)
         self._slices(owner.mine).copy_(summed[None])
-        owner.fill_(index, total, bad=arrived[:, 1].sum() + _bad_in(summed), demand=demand)
+        owner.fill_(index, total, bad=(arrived[:, 1] != 0).any() | _bad_in(summed), demand=demand)
         return owner.mine
 
     def _score(self, index: Tensor, total: Tensor) -> Tensor:
@@ -316,13 +319,13 @@ class _Owner:
         place = torch.where(torch.arange(len(places), device=places.device) < count, places, 0)
         places.copy_(index[place])
         values.copy_(total[place].view(torch.int32))
-        head[1:2] += bad
+        head[1:2] = (head[1:2] != 0) | bad  # a flag: a sum of counts might come to 2^32, which is none
         head[2:4] = torch.stack([demand & blocks.LOW, demand >> 31])  # for all to cut fairer regions by
 
 
 def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
-    most = numel * max(algorithm.slack * algorithm.density, 1)  # of what is sent, or of what arrives
+    most = numel * max(2 * algorithm.slack * algorithm.density, 1)  # elements, or words of all blocks
     if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
         return False
     return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")

@@ -4,8 +4,9 @@ All shapes are known beforehand; what depends on the data, counts among them, st
 A vector is cut into tiles of `TILE` elements. What is large in a tile lies in that tile's slots, in the order of the
 indices, as far as there is room; so places in a message follow from sums over counts, and are the same in every run.
 
-    words of a block    0 how many pairs; 1 how many NaN or Inf their rank met; 2, 3 how many pairs it wanted to send
-                        then room for `capacity` indices, counted from the start of the region; then for as many values
+    words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf; 2, 3 how many pairs it wanted to send
+                        then room for `capacity` indices, counted from the start of the region; then for as many values;
+                        what may follow is not looked at here
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def deliver(
 
     Where this rank `sent` what was delivered nothing remains, but for what `out`'s dtype cannot hold. If any owner met
     a NaN or Inf, on its own or among what it was sent, `out` is zero and `acc` as it was `held`. The first words of
-    `told` become how many pairs were sent and delivered, and how much was not finite; its last one counts the steps.
+    `told` become how many pairs were sent and delivered, and whether all was finite (0); its last one counts the steps.
     """
     size = len(gathered)
     bad = (gathered[:, 1] != 0).any()
@@ -313,7 +314,7 @@ def deliver(
     _scatter_(out, where, rounded)
     _scatter_(acc, where, kept)
     acc.copy_(torch.where(bad, held, acc))
-    told[:3] = torch.stack([sent[:, 0].sum(), gathered[:, 0].sum(), gathered[:, 1].sum()])
+    told[:3] = torch.stack([sent[:, 0].sum(), gathered[:, 0].sum(), bad.long()])
     told[-1:] += 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,22 +17,33 @@ class Graphs:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
+        self._wanted: dict[tuple[Hashable, ...], tuple[Callable[..., None], tuple[Tensor, ...]]] = {}
 
     def run(self, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
-        """Do `work(*tensors)`; from the second time on, with tensors in the same places, by what it launched then."""
+        """Do `work(*tensors)`: by what it launched, if that was captured, with tensors in the same places."""
         if not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing():
             work(*tensors)
             return
         places = (kind, *[tensor.data_ptr() for tensor in tensors])
-        if places not in self._made:  # the first time compiles, which a graph cannot hold
-            work(*tensors)
-            if len(self._made) < MOST:
-                self._made[places] = None
+        graph = self._made.get(places)
+        if graph is not None:
+            graph.replay()
             return
-        graph = self._made[places]
-        if graph is None:
-            graph = self._made[places] = _captured(work, tensors)
-        graph.replay()
+        work(*tensors)
+        if places in self._made:
+            self._wanted[places] = work, tensors
+        elif len(self._made) < MOST:
+            self._made[places] = None
+
+    def capture(self) -> None:
+        """Capture what was done twice at the same places, without doing it.
+
+        Not while backward runs: torch lets no thread draw random numbers on the GPU meanwhile, and a recomputed forward
+        may have to.
+        """
+        for places, (work, tensors) in self._wanted.items():
+            self._made[places] = _captured(work, tensors)
+        self._wanted.clear()
 
 
 def _captured(work: Callable[..., None], tensors: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
@@ -42,7 +54,10 @@ def _captured(work: Callable[..., None], tensors: tuple[Tensor, ...]) -> torch.c
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with their own work
         try:
             work(*tensors)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the capture is broken, too, and that is not what to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
     here.wait_stream(stream)
     return graph

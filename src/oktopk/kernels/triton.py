@@ -414,7 +414,7 @@ def _deliver(
     for owner in range(SIZE):
         num_sent += tl.load(sent + owner * words)
         num_kept += tl.load(gathered + owner * words)
-        bad += tl.load(gathered + owner * words + 1)
+        bad |= (tl.load(gathered + owner * words + 1) != 0).to(tl.int32)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(told, num_sent)
         tl.store(told + 1, num_kept)
