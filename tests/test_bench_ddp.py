@@ -19,6 +19,7 @@ def test_step_times_plain_dense_and_sparse() -> None:
     assert result["dense_over_plain"]["min"] <= result["dense_over_plain"]["median"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_overlap_times_backward_exchange_and_both() -> None:
     result = overlap.main([*TINY, "--mbit", "0"])

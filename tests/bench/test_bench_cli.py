@@ -104,6 +104,7 @@ def test_an_exchange_in_the_lab_leaves_files_and_counts_bytes(tmp_path: Path) ->
     assert {file.name for file in tmp_path.iterdir()} == {report.JSON, report.CSV, report.PAGE}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lab")
 def test_a_step_of_a_model_of_ones_own() -> None:

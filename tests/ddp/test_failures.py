@@ -111,7 +111,8 @@ def test_an_error_in_one_ranks_exchange_is_told_to_all_with_its_cause(algorithm:
         assert named == [True, True] if stays else named[0]
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_rank_that_is_frozen_for_less_than_the_timeout_goes_on(victim: int) -> None:
     steps = 60
     with Mortals(2, Plan(steps=steps)) as mortals:

@@ -280,6 +280,7 @@ def test_a_run_that_is_over_is_over(tmp_path: Path, tiny: Settings) -> None:
     assert (again.steps, again.epochs) == (steps, epochs)
 
 
+@pytest.mark.slow
 def test_going_on_from_an_earlier_checkpoint(tmp_path: Path, tiny: Settings, mixed: Ended) -> None:
     """What came after it is made again, and the checkpoints that came after it are gone."""
     folder = tmp_path / "run"
