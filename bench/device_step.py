@@ -72,7 +72,7 @@ class Contender:
             self.attached.detach()
 
 
-def lap(contenders: list[Contender], number: int) -> list[float]:
+def time_lap(contenders: list[Contender], number: int) -> list[float]:
     """Time each of them once; another one begins in every lap, since who comes first has the cooler machine."""
     seconds = [0.0] * len(contenders)
     for turn in range(len(contenders)):
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     contenders = [Contender(name, each, load_model(chosen.model), chosen.batch) for name, each in ALGORITHMS.items()]
     for contender in contenders:
         contender.run(WARM_UP)
-    laps = [lap(contenders, round_number) for round_number in range(chosen.rounds)]
+    laps = [time_lap(contenders, number) for number in range(chosen.rounds)]
     table = Table(title=f"a step of {chosen.model}, batch {chosen.batch}, {torch.cuda.get_device_name()}, P = 1")
     for column in ("", "median ms", "min", "max", "over plain DDP", "lies in"):
         table.add_column(column, justify="left" if not column else "right")

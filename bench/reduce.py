@@ -34,6 +34,7 @@ from torch import Tensor
 from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic, run_local
 from oktopk.bench.gradients import POOL, heavy_tailed, make_pool
 from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
+from oktopk.bench.threads import torch_threads
 from oktopk.comm import Comm
 from oktopk.select import num_selected
 
@@ -75,12 +76,8 @@ def hardware() -> dict[str, Any]:
 
 def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
     """Return seconds of what a step does before it sends, on one core, of a triad over its arrays, of torch.topk."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         laps = run_local(1, lambda comm: _selection_laps(comm, numel, density, rounds))[0]
-    finally:
-        torch.set_num_threads(threads)
     return _selection_summary(numel, num_selected(numel, density), laps)
 
 

@@ -32,6 +32,7 @@ import oktopk
 from oktopk.algorithms.bounded import room
 from oktopk.bench.gradients import heavy_tailed
 from oktopk.bench.processes import num_cores, spread
+from oktopk.bench.threads import torch_threads
 from oktopk.feedback import Residual
 from oktopk.kernels import kernels_for, reference
 from oktopk.kernels.blocks import HEADER_WORDS, Found, room_for
@@ -136,20 +137,18 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
     residual = Residual(numel, torch.float32, torch.device("cpu"))
     grad, held, acc = heavy_tailed(numel, 1), residual.held.copy_(heavy_tailed(numel, 2)), residual.acc
     bounds, floors = np.array([0, numel]), kth_largest(held + grad, num_selected(numel, density)).double().numpy()
-    kernels, before = kernels_for(acc), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    kernels = kernels_for(acc)
     work = {
         "triad": lambda: torch.add(grad, held, alpha=2.0, out=acc),
         "fused": lambda: kernels.accumulate_seeing(grad, held, acc, bounds, floors),
         "reference": lambda: reference.accumulate_seeing(grad, held, acc, bounds, floors),
     }
     laps: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(rounds + 1):
-        for name, each in work.items():
+    with torch_threads(threads):
+        for _, (name, each) in itertools.product(range(rounds + 1), work.items()):
             start = time.perf_counter()
             each()
             laps[name].append(time.perf_counter() - start)
-    torch.set_num_threads(before)
     times = {name: spread(each[1:]) for name, each in laps.items()}
     return {"numel": numel, "density": density, "threads": threads, "kernel": kernels.NAME, **times}
 

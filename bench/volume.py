@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from oktopk import Algorithm, Comm, Dense, GaussianK, GTopk, OkTopk, Reducer, TopkA, TopkDSA, run_local
+from oktopk.bench.threads import torch_threads
 from oktopk.cost import predict
 from oktopk.select import num_selected
 from oktopk.wire import WORD_BYTES
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and the JSON line, and return what it holds."""
     args = _parse(argv)
     k = num_selected(args.numel, args.density)
-    with _one_thread_per_rank():
+    with torch_threads(1):  # the ranks are threads already: more below each would only be in each other's way
         rows = [
             measure(name, algorithm, args.numel, size, args.steps)
             for name, algorithm in _algorithms(args.density).items()
@@ -112,17 +112,6 @@ def _algorithms(density: float) -> dict[str, Algorithm]:
         "oktopk bounded": OkTopk(density=density, wire="fp32", ranking="magnitude"),
         "oktopk paper": OkTopk(density=density, wire="fp32", ranking="magnitude", mode="paper"),
     }
-
-
-@contextmanager
-def _one_thread_per_rank() -> Iterator[None]:
-    """The ranks are threads already: more below each of them would only be in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _print(result: dict[str, Any], sizes: Sequence[int]) -> None:

@@ -240,8 +240,8 @@ class Exchange:
         if asks or self._may_be_unused or not isinstance(plan.algorithm, OkTopk):
             return False
         held = [(lane.residual.held, lane.dtype) for lane in self.lanes]
-        one_device = len({each.device for each, _ in held}) == 1
-        return one_device and all(can_stay(plan.algorithm, each.numel(), dtype, each.device) for each, dtype in held)
+        stay = [can_stay(plan.algorithm, each.numel(), dtype, each.device) for each, dtype in held]
+        return bool(stay) and all(stay)
 
     def _reduce_complete_lanes(self, step: _Step, bucket: Bucket) -> None:
         clipping = self.settings.clip is not None and step.plan.algorithm is not None

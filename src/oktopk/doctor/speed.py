@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from oktopk.algorithms import OkTopk
 from oktopk.algorithms.resident import can_stay
 from oktopk.bench.gradients import heavy_tailed
+from oktopk.bench.threads import torch_threads
 from oktopk.doctor.finding import NOTE, OK, Finding, raising_is_failing
 from oktopk.doctor.here import LSTM_NUMEL, RESIDENT
 from oktopk.kernels import kernels_for
@@ -37,7 +37,7 @@ def selection(device: torch.device) -> Iterator[Finding]:
     grad, held = heavy_tailed(numel, 1, str(device)), heavy_tailed(numel, 2, str(device))
     acc = torch.empty_like(held)
     one_core = device.type == "cpu"
-    with _threads(1 if one_core else torch.get_num_threads()):  # as the compiled pass has
+    with torch_threads(1 if one_core else torch.get_num_threads()):  # as the compiled pass has
         copy_s = seconds(lambda: acc.copy_(held), device)
     bandwidth = COPY_BYTES * numel / copy_s
     found = f"{bandwidth / 1e9:,.1f} GB/s{' by one core' if one_core else ''}"
@@ -49,16 +49,6 @@ def selection(device: torch.device) -> Iterator[Finding]:
     slow = fraction < SLOW
     advice = "are the cores busy? are the kernels above the fast ones?" if slow else ""
     yield Finding("speed", f"add and select, {device}", found, NOTE if slow else OK, advice, figures)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callable[[], object]:
