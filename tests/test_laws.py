@@ -121,6 +121,17 @@ def test_the_gradient_is_not_touched_and_the_result_looks_like_it(name: str) -> 
     on_threads(2, job)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_elements_need_not_lie_side_by_side(name: str) -> None:
+    def job(comm: object) -> None:
+        case = Case(algorithms(0.1)[name], size=2, numel=60)
+        for grad in (torch.randn(120)[::2], torch.ones(1).expand(60)):
+            apart, together = case.reducer(comm).all_reduce(grad), case.reducer(comm).all_reduce(grad.clone())
+            assert torch.equal(apart, together)
+
+    on_threads(2, job)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4, 5), (0, 3)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
     def job(comm: object) -> None:

@@ -125,7 +125,7 @@ class Reducer:
 
     def _all_reduce(self, grad: Tensor, out: Tensor | None) -> Tensor:
         _check_usable(grad, out)
-        flat = grad.detach().reshape(-1)
+        flat = _flat(grad)
         if not self._agreed:
             self._agree(flat)
         assert self._residual is not None
@@ -184,7 +184,7 @@ class Reducer:
             )
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
-            resident.reduce_(flat, residual.held, residual.acc, mean.detach().view(-1))
+            resident.reduce_(flat, residual.held, residual.acc, _flat(mean))
             residual.commit_()
             self._unheard.append((self._post.send(resident.words), self._comm.take()))
         self._step += 1
@@ -283,10 +283,17 @@ def _check_usable(grad: Tensor, out: Tensor | None) -> None:
         raise SettingError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)}")
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """Return it flat: a view, unless its elements do not lie side by side."""
+    if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor  # as a view of it would be, which takes torch several microseconds
+    return tensor.detach().contiguous().view(-1)
+
+
 def _mean(total: Sparse | Tensor, size: int, grad: Tensor, out: Tensor | None) -> tuple[Tensor, list[Sparse | Tensor]]:
     """Return total / size like `grad`, and what rounding to its dtype loses, if it is narrower than the sum."""
     out = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
-    flat = out.detach().view(-1)
+    flat = _flat(out)
     value = (total.value if isinstance(total, Sparse) else total) / size
     rounded = round_to(value, grad.dtype)
     if isinstance(total, Sparse):

@@ -12,12 +12,17 @@ def now_on(device: torch.device) -> torch.Event | None:
     """
     if device.type != "cuda":
         return None
-    now = torch.Event(device, enable_timing=False)
-    if device.index == torch.cuda.current_device():
-        now.record()
-    else:  # which asks the current device
-        now.record(torch.cuda.current_stream(device))
+    now = torch.Event(device)
+    record_on(device, now)
     return now
+
+
+def record_on(device: torch.device, moment: torch.Event) -> None:
+    """Make it the moment when all that this thread has asked of the GPU's current stream is done."""
+    if device.index == torch.cuda.current_device():
+        moment.record()
+    else:  # which asks the current device
+        moment.record(torch.cuda.current_stream(device))
 
 
 def wait_on(device: torch.device, moment: torch.Event | None) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import oktopk
 import oktopk.reducer
@@ -75,6 +76,16 @@ def check_that_a_reducer_never_waits(device: str) -> None:
         assert reducer.last.step == 70
 
 
+def check_that_elements_need_not_lie_side_by_side(device: str) -> None:
+    reducers = [oktopk.Reducer(oktopk.OkTopk(density=0.01), oktopk.ProcessGroupComm()) for _ in range(2)]
+    for _ in range(6):  # the last ones are replayed
+        grad = torch.randn(40_000, device=device)[::2]
+        apart, together = (
+            reducer.all_reduce(each) for reducer, each in zip(reducers, (grad, grad.clone()), strict=True)
+        )
+        assert torch.equal(apart, together)
+
+
 def check_that_the_hook_never_waits(device: str) -> None:
     net = nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 400)).to(device)
     model = DistributedDataParallel(net, device_ids=[torch.device(device).index], bucket_cap_mb=0.5)
@@ -89,6 +100,37 @@ def check_that_the_hook_never_waits(device: str) -> None:
     assert handle.last is not None
     assert (handle.last.step, handle.last.phase, handle.last.skipped) == (23, "sparse", False)
     handle.detach()
+
+
+class Recomputed(nn.Module):
+    """Layers whose forward, dropout and all, is done again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.2)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def check_that_backward_may_draw_random_numbers(device: str) -> None:
+    """While steps are captured and replayed, at several densities: torch allows no drawing during a capture."""
+    model = DistributedDataParallel(Recomputed().to(device), device_ids=[torch.device(device).index], bucket_cap_mb=0.3)
+    seen = oktopk.MemorySink()
+    algorithm, schedule = oktopk.OkTopk(density=0.02), [(12, 0.25), (18, 0.1)]
+    handle = oktopk.attach(model, algorithm, density_schedule=schedule, dense_steps=3, sinks=[seen], timeout=30)
+    x = torch.randn(8, 256, device=device)
+    for _ in range(48):
+        model(x).square().mean().backward()
+    handle.detach()
+    assert [record.step for record in seen.records] == list(range(48))
+    densities = [1.0] * 3 + [0.25] * 12 + [0.1] * 18 + [0.02] * 15
+    for record, density in zip(seen.records, densities, strict=True):
+        wanted = density * (record.numel - record.side_numel)
+        assert not record.skipped
+        assert density == 1.0 or 0.5 * wanted < record.nnz <= 1.5 * wanted, (record.step, record.nnz, wanted)
 
 
 def density_one_gradients(device: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -134,7 +176,9 @@ def work(rank: int, size: int, backend: str, folder: str) -> None:
     try:
         if backend == "nccl":  # gloo brings all to the host itself
             check_that_a_reducer_never_waits(device)
+            check_that_elements_need_not_lie_side_by_side(device)
             check_that_the_hook_never_waits(device)
+            check_that_backward_may_draw_random_numbers(device)
         for algorithm in ALGORITHMS:
             on_gpu = reduce_steps(algorithm, oktopk.ProcessGroupComm(), device)
             oktopk.reducer.can_stay = can_stay_anywhere

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
+from oktopk.kernels.blocks import BINS, PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import even_cuts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,13 +94,27 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
                 if stride > 1:
                     size = size[: sample * stride].view(-1, stride, RUN)[:, 24 % stride]
                 assert int((size >= ours).sum()) >= wanted
-                assert int((size > ours * (1 + 2**-11)).sum()) < wanted
+                assert int((size > ours * (1 + 2 / BINS[1])).sum()) < wanted
     if rows is not None:
         other = rows_of(numel, kind)
         assert other is not None
         fast.measure(grad, held, rows)
         blocks.measure(grad, held, other)
         torch.testing.assert_close(rows.scale, other.scale)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e-40, 3e38])
+def test_aim_where_all_are_alike(fast: ModuleType, value: float) -> None:
+    score, counts = torch.full((3 * TILE + 7,), value, device=DEVICE), bins(torch.device(DEVICE))
+    score[::5] = 0.0
+    for wanted in (1, len(score) // 2, len(score)):
+        ours, theirs = threshold_of(float(POISON)), threshold_of(float(POISON))
+        number = torch.tensor([wanted], device=DEVICE)
+        fast.aim_in(score, number, counts, ours)
+        blocks.aim_in(score, number, counts, theirs)
+        assert torch.equal(ours, theirs)
+        assert value * (1 - 2 / BINS[1]) <= float(ours) <= value or wanted == len(score) or value < 1e-38
+        assert not bool(counts.any())
 
 
 @pytest.mark.parametrize("kind", ["none", "matrix", "ragged"])

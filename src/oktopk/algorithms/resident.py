@@ -22,7 +22,7 @@ import struct
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.kernels.graphs import Graphs
 from oktopk.select import SAMPLE_HITS, num_selected
-from oktopk.streams import now_on
+from oktopk.streams import record_on
 from oktopk.values import round_to
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ LATE = 2
 """Steps after which the host looks at what a step did: it has long been done then, and nobody waits."""
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """What a step did, as the host learns of it: thresholds by their bits."""
 
     selected: int
@@ -58,8 +57,6 @@ class Told:
     threshold: int
     kept_threshold: int
     step: int
-
-    NUM_WORDS = 6
 
     @property
     def outcome(self) -> Outcome:
@@ -70,32 +67,35 @@ class Told:
         return Outcome(self.selected, self.nnz, (), *thresholds)
 
 
-@dataclass(frozen=True)
 class Letter:
-    """Words on their way to the host."""
+    """Room at the host for the words of one step, or of several in rows, and how to know that they are there."""
 
-    words: Tensor
-    done: torch.Event | None
+    def __init__(self, like: Tensor) -> None:
+        self.words = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self.rows = self.words.view(-1, len(Told._fields))
+        self.done = torch.Event(like.device) if like.is_cuda else None
 
 
 class Post:
-    """Brings words to the host, which goes on meanwhile; the room for them is used again."""
+    """Brings words to the host, which goes on meanwhile; the letters are used again."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self._free: list[Letter] = []
 
     def send(self, words: Tensor) -> Letter:
         """Send the words of one step, or of several in rows."""
-        here = self._free.pop() if self._free else torch.empty(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
-        here.copy_(words, non_blocking=True)
-        return Letter(here, now_on(words.device))
+        letter = self._free.pop() if self._free else Letter(words)
+        letter.words.copy_(words, non_blocking=True)
+        if letter.done is not None:
+            record_on(words.device, letter.done)
+        return letter
 
     def read(self, letter: Letter) -> list[Told]:
         """Return what they tell, once they are here."""
         if letter.done is not None:
             letter.done.synchronize()
-        told = [Told(*row) for row in letter.words.view(-1, Told.NUM_WORDS).tolist()]
-        self._free.append(letter.words)
+        told = [Told(*row) for row in letter.rows.tolist()]
+        self._free.append(letter)
         return told
 
 
@@ -181,7 +181,8 @@ class Resident:
     def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
         with self.comm.phase("select"):
-            self.graphs.run(partial(self.select_, self.measures), grad, held, acc, out, kind=self.measures)
+            measures = self.measures
+            self.graphs.run(partial(self.select_, measures), grad, held, acc, out, kind=measures)
             self.graphs.capture()
         self.exchange_(held, acc, out)
 

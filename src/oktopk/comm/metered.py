@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,22 +169,33 @@ class Metered:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """See `Comm`."""
-        return self._timed(name)
+        return _Phase(self, name)
 
     def fail(self, error: BaseException) -> None:
         """See `Comm`."""
         self._comm.fail(error)
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        outer, self._phase = self._phase, name
-        start = time.perf_counter()
-        try:
-            with self._comm.phase(name):
-                yield
-        finally:
-            self._phase = outer
-            self.traffic.phase_seconds[name] += time.perf_counter() - start
-
     def _count(self, collective: str, sent: Sequence[int], received: int, start: float) -> None:
         self.traffic.count_((self._phase, collective), sent, received, time.perf_counter() - start)
+
+
+class _Phase:
+    """A phase of a step, timed. Not a generator: a step on a GPU takes tens of microseconds of the host, in all."""
+
+    def __init__(self, metered: Metered, name: str) -> None:
+        self._metered, self._name = metered, name
+
+    def __enter__(self) -> None:
+        metered = self._metered
+        self._outer, metered._phase = metered._phase, self._name
+        self._inner = metered._comm.phase(self._name)
+        self._start = time.perf_counter()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        metered = self._metered
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            metered._phase = self._outer
+            metered.traffic.phase_seconds[self._name] += time.perf_counter() - self._start

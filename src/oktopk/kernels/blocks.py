@@ -22,10 +22,12 @@ LEAST_ROOM = 8
 """A tile has slots for at least one in so many of its elements."""
 
 LOW = (1 << 31) - 1
-DIGIT_BITS = 10
-"""A threshold is found by its first two digits: 20 of the 31 bits of a magnitude, 1 in 4096 of it."""
+BINS = (1 << 8, 1 << 10)
+"""A threshold is found by two digits, its exponent and its next ten bits: it is right to 1 in 1024."""
 
-SHIFTS = (31 - DIGIT_BITS, 31 - 2 * DIGIT_BITS)
+SHIFTS = (23, 13)
+"""How far to the right the bits of a magnitude are shifted until each of these digits is the last."""
+
 RUN = 8
 """Elements of a sample that lie side by side: a GPU reads as many at a time."""
 
@@ -134,7 +136,7 @@ def sample_of(numel: int, stride: int) -> int:
 
 def bins(device: torch.device) -> Tensor:
     """Return the counters that `aim` works with: all zero between any two calls."""
-    return torch.zeros(2, 1 << DIGIT_BITS, dtype=torch.int32, device=device)
+    return torch.zeros(sum(BINS), dtype=torch.int32, device=device)
 
 
 def aim(
@@ -158,13 +160,12 @@ def aim(
     aim_in(total.abs() if rows is None else total.abs() / rows.scale[rows.of(places)], wanted, counts, out)
 
 
-def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:
+def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:  # noqa: ARG001
     """Write a threshold into `out` that `wanted` of these scores, none of them negative, reach."""
     bits = score.view(torch.int32) & LOW
-    first, above = _digit(torch.bincount(bits >> SHIFTS[0], minlength=counts.shape[1]), wanted)
+    first, above = _digit(torch.bincount(bits >> SHIFTS[0], minlength=BINS[0]), wanted)
     inside = bits[(bits >> SHIFTS[0]) == first]
-    digits = (inside >> SHIFTS[1]) & (counts.shape[1] - 1)
-    second, _ = _digit(torch.bincount(digits, minlength=counts.shape[1]), wanted - above)
+    second, _ = _digit(torch.bincount((inside >> SHIFTS[1]) % BINS[1], minlength=BINS[1]), wanted - above)
     out.copy_((first << SHIFTS[0] | second << SHIFTS[1]).int().view(torch.float32))
 
 
