@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import BINS, PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
+from oktopk.kernels.blocks import PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import even_cuts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,7 +94,7 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
                 if stride > 1:
                     size = size[: sample * stride].view(-1, stride, RUN)[:, 24 % stride]
                 assert int((size >= ours).sum()) >= wanted
-                assert int((size > ours * (1 + 2 / BINS[1])).sum()) < wanted
+                assert int((size > ours * (1 + 2**-11)).sum()) < wanted
     if rows is not None:
         other = rows_of(numel, kind)
         assert other is not None
@@ -113,7 +113,7 @@ def test_aim_where_all_are_alike(fast: ModuleType, value: float) -> None:
         fast.aim_in(score, number, counts, ours)
         blocks.aim_in(score, number, counts, theirs)
         assert torch.equal(ours, theirs)
-        assert value * (1 - 2 / BINS[1]) <= float(ours) <= value or wanted == len(score) or value < 1e-38
+        assert value * (1 - 2**-11) <= float(ours) <= value or wanted == len(score) or value < 1e-38
         assert not bool(counts.any())
 
 

@@ -22,11 +22,8 @@ LEAST_ROOM = 8
 """A tile has slots for at least one in so many of its elements."""
 
 LOW = (1 << 31) - 1
-BINS = (1 << 8, 1 << 10)
-"""A threshold is found by two digits, its exponent and its next ten bits: it is right to 1 in 1024."""
-
-SHIFTS = (23, 13)
-"""How far to the right the bits of a magnitude are shifted until each of these digits is the last."""
+SHIFTS, BINS = (23, 17, 11), (1 << 8, 1 << 6, 1 << 6)
+"""Of the digits by which a threshold is found: its exponent, and twice six bits more. It is right to 1 in 4096."""
 
 RUN = 8
 """Elements of a sample that lie side by side: a GPU reads as many at a time."""
@@ -162,11 +159,12 @@ def aim(
 
 def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:  # noqa: ARG001
     """Write a threshold into `out` that `wanted` of these scores, none of them negative, reach."""
-    bits = score.view(torch.int32) & LOW
-    first, above = _digit(torch.bincount(bits >> SHIFTS[0], minlength=BINS[0]), wanted)
-    inside = bits[(bits >> SHIFTS[0]) == first]
-    second, _ = _digit(torch.bincount((inside >> SHIFTS[1]) % BINS[1], minlength=BINS[1]), wanted - above)
-    out.copy_((first << SHIFTS[0] | second << SHIFTS[1]).int().view(torch.float32))
+    left, found = score.view(torch.int32) & LOW, torch.zeros_like(out, dtype=torch.int64)
+    for shift, base in zip(SHIFTS, BINS, strict=True):
+        digits = (left >> shift) % base
+        digit, above = _digit(torch.bincount(digits, minlength=base), wanted)
+        left, wanted, found = left[digits == digit], wanted - above, found | digit << shift
+    out.copy_(found.int().view(torch.float32))
 
 
 def _digit(counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,6 @@ CHUNK = 1024
 SLOTS = 16
 """Of each tile that are packed at a time."""
 
-FEW = 64
-"""Of a chunk that are counted one by one. A histogram costs the more the more bins it has, whatever it counts: 24 us
-for a million elements, not 4. But one by one, a million of the same are 735 us.
-"""
-
 PROGRAMS = 1024
 """Of a kernel that walks along a whole vector, if it does anything at all."""
 
@@ -81,10 +76,10 @@ def _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds):
     sample = sample_of(len(held), stride)
     grid = (max(triton.cdiv(sample, CHUNK), 1),)
     starts, scale, last, halvings = _flat(rows, held)
-    for digit in range(2):
+    for digit in range(len(BINS)):
         _count(
             grid, grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
-            digit, adds, rows is not None, halvings, *SHIFTS, *BINS, RUN, FEW, CHUNK,
+            digit, adds, rows is not None, halvings, *SHIFTS, *BINS, RUN, CHUNK,
         )  # fmt: skip
     _pick((1,), wanted, counts, out, *SHIFTS, *BINS)
 
@@ -185,22 +180,23 @@ def _row_of(starts, low, high, place, HALVINGS: tl.constexpr):
 
 
 @triton.jit
-def _digit(counts, wanted):
+def _digit(counts, wanted, BINS: tl.constexpr):
     """The largest digit that `wanted` reach, and how many are above it."""
-    reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    each = tl.arange(0, BINS)
+    count = tl.load(counts + each)
+    reach = tl.sum(count, 0) - tl.cumsum(count, 0) + count
     digit = tl.maximum(tl.sum((reach >= wanted).to(tl.int32), 0) - 1, 0)
-    above = tl.sum(tl.where(tl.arange(0, counts.shape[0]) > digit, counts, 0), 0)
-    return digit, above
+    return digit, tl.sum(tl.where(each > digit, count, 0), 0)
 
 
 @_kernel("stride", "sample", "last")
 def _count(
     grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
     DIGIT: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr,
-    HIGH: tl.constexpr, LOW: tl.constexpr, HIGH_BINS: tl.constexpr, LOW_BINS: tl.constexpr, RUN: tl.constexpr,
-    FEW: tl.constexpr, CHUNK: tl.constexpr,
+    SHIFT_0: tl.constexpr, SHIFT_1: tl.constexpr, SHIFT_2: tl.constexpr,
+    BINS_0: tl.constexpr, BINS_1: tl.constexpr, BINS_2: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Count the first digits of a sample of scores; or the second ones of those that share the threshold's first."""
+    """Count the digits of a sample of scores: of those that share the threshold's digits before."""
     number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = number < sample
     place = ((number // RUN).to(tl.int64) * stride + tl.load(turn) % stride) * RUN + number % RUN
@@ -212,17 +208,17 @@ def _count(
         row = _row_of(starts, 0, last, tl.where(there, place, 0).to(tl.int32), HALVINGS)
         x = tl.div_rn(x, tl.load(scale + row))
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    high = bits >> HIGH
     if DIGIT == 0:
-        _histogram(counts, high, there, HIGH_BINS)
+        _histogram(counts, bits >> SHIFT_0, there, BINS_0)
     else:
-        first, _ = _digit(tl.load(counts + tl.arange(0, HIGH_BINS)), tl.load(wanted))
-        there = there & (high == first)
-        low = (bits >> LOW) & (LOW_BINS - 1)
-        if tl.sum(there.to(tl.int32), 0) > FEW:
-            _histogram(counts + HIGH_BINS, low, there, LOW_BINS)
+        first, above = _digit(counts, tl.load(wanted), BINS_0)
+        there = there & (bits >> SHIFT_0 == first)
+        if DIGIT == 1:
+            _histogram(counts + BINS_0, (bits >> SHIFT_1) & (BINS_1 - 1), there, BINS_1)
         else:
-            tl.atomic_add(counts + HIGH_BINS + low, 1, there, sem="relaxed")
+            second, _ = _digit(counts + BINS_0, tl.load(wanted) - above, BINS_1)
+            there = there & ((bits >> SHIFT_1) & (BINS_1 - 1) == second)
+            _histogram(counts + BINS_0 + BINS_1, (bits >> SHIFT_2) & (BINS_2 - 1), there, BINS_2)
 
 
 @triton.jit
@@ -233,16 +229,21 @@ def _histogram(counts, digit, there, BINS: tl.constexpr):
 
 @_kernel()
 def _pick(
-    wanted, counts, out, HIGH: tl.constexpr, LOW: tl.constexpr, HIGH_BINS: tl.constexpr, LOW_BINS: tl.constexpr
+    wanted, counts, out, SHIFT_0: tl.constexpr, SHIFT_1: tl.constexpr, SHIFT_2: tl.constexpr,
+    BINS_0: tl.constexpr, BINS_1: tl.constexpr, BINS_2: tl.constexpr,
 ):  # fmt: skip
     """Put the threshold's digits together, and make all counts zero."""
-    highs, lows = tl.arange(0, HIGH_BINS), tl.arange(0, LOW_BINS)
-    first, above = _digit(tl.load(counts + highs), tl.load(wanted))
-    second, _ = _digit(tl.load(counts + HIGH_BINS + lows), tl.load(wanted) - above)
-    tl.store(out, ((first << HIGH) | (second << LOW)).to(tl.float32, bitcast=True))
+    left = tl.load(wanted)
+    first, above = _digit(counts, left, BINS_0)
+    left -= above
+    second, above = _digit(counts + BINS_0, left, BINS_1)
+    third, _ = _digit(counts + BINS_0 + BINS_1, left - above, BINS_2)
+    bits = (first << SHIFT_0) | (second << SHIFT_1) | (third << SHIFT_2)
+    tl.store(out, bits.to(tl.float32, bitcast=True))
     tl.debug_barrier()
-    tl.store(counts + highs, tl.zeros_like(highs))
-    tl.store(counts + HIGH_BINS + lows, tl.zeros_like(lows))
+    tl.store(counts + tl.arange(0, BINS_0), tl.zeros((BINS_0,), tl.int32))
+    tl.store(counts + BINS_0 + tl.arange(0, BINS_1), tl.zeros((BINS_1,), tl.int32))
+    tl.store(counts + BINS_0 + BINS_1 + tl.arange(0, BINS_2), tl.zeros((BINS_2,), tl.int32))
 
 
 @_kernel()
