@@ -84,7 +84,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     blocks = torch.zeros(SIZE, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device="cuda")
 
     def whole(grad: Tensor) -> None:
-        kernels.find(grad, held, acc, threshold, found)
+        kernels.find(grad, held, acc, threshold, turn, found)
         kernels.send(found, cuts, turn, blocks, capacity)
 
     def launched() -> None:  # as the library does it
@@ -95,7 +95,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     out = torch.empty_like(grad)
     work = {
         "copy": lambda: acc.copy_(held),
-        "find": lambda: kernels.find(grad, held, acc, threshold, found),
+        "find": lambda: kernels.find(grad, held, acc, threshold, turn, found),
         "select": launched,
         "step": lambda: reducer.all_reduce(grad, out=out),
         "topk": lambda: acc.abs().topk(k),

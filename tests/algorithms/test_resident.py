@@ -83,6 +83,16 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(size: int, numel: int, densi
         before = after
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_where_large_ones_lie_close_together_all_have_their_turn(size: int) -> None:
+    """A row of an embedding, say: more in one tile than it has slots, step after step."""
+    same = torch.cat([1 + torch.rand(TILE), torch.zeros(30 * TILE)])
+    results, _, residuals = reduce_steps(size, len(same), 40, 0.02, lambda *_: same)[0]
+    counts = torch.stack(results)[:, :TILE].count_nonzero(0)
+    assert int(counts.min()) >= 4
+    assert float(residuals[-1].max()) < 20
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_is_delivered_at_density_one(size: int) -> None:
     ranks = reduce_steps(size, 5000, 3, 1.0, lambda rank, step: heavy_tailed(rank, step, 5000))

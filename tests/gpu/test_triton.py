@@ -54,6 +54,10 @@ def assert_same(one: Found, other: Found) -> None:
     assert torch.equal(one.value[there].view(torch.int32), other.value[there].view(torch.int32))
 
 
+def turn_of(step: int) -> Tensor:
+    return torch.tensor([step], dtype=torch.int32, device=DEVICE)
+
+
 def threshold_of(value: float) -> Tensor:
     return torch.tensor([value], device=DEVICE)
 
@@ -79,7 +83,7 @@ def rows_of(numel: int, kind: str) -> Rows | None:
 def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind: str) -> None:
     """The same threshold; as many of the sample reach it as were wanted, and few more; the counts are left zero."""
     grad, held, rows = made(numel, dtype, 1), made(numel, torch.float32, 2), rows_of(numel, kind)
-    counts, turn = bins(torch.device(DEVICE)), torch.tensor([24], dtype=torch.int32, device=DEVICE)
+    counts, turn = bins(torch.device(DEVICE)), turn_of(24)
     for stride in (1, 7):
         sample = sample_of(numel, stride)
         for wanted in {1, max(sample // 100, 1), max(sample, 1), sample + 1}:
@@ -122,13 +126,13 @@ def test_aim_where_all_are_alike(fast: ModuleType, value: float) -> None:
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype, kind: str) -> None:
     grad, held, rows = made(numel, dtype, 1), made(numel, torch.float32, 2), rows_of(numel, kind)
-    turn = torch.tensor([7], dtype=torch.int32, device=DEVICE)
-    for threshold, density in ((0.0, 1.0), (8.0, 0.02), (8.0, 1.0), (1e30, 0.01)):  # all, some, none
+    turn = turn_of(7)
+    for threshold, density in ((0.0, 1.0), (0.0, 0.02), (8.0, 0.02), (8.0, 1.0), (1e30, 0.01)):  # all, some, none
         room = room_for(density)
         one, other = poisoned(numel, room), poisoned(numel, room)
         acc, wanted = (torch.full((numel,), float(POISON), device=DEVICE) for _ in range(2))
-        fast.find(grad, held, acc, threshold_of(threshold), one, rows)
-        blocks.find(grad, held, wanted, threshold_of(threshold), other, rows)
+        fast.find(grad, held, acc, threshold_of(threshold), turn, one, rows)
+        blocks.find(grad, held, wanted, threshold_of(threshold), turn, other, rows)
         assert torch.equal(acc.view(torch.int32), wanted.view(torch.int32))
         assert_same(one, other)
         skewed = torch.tensor([0, numel // 7, numel // 7, numel // 3, numel])  # one region is empty
@@ -152,8 +156,8 @@ def test_find_of_awkward_numbers(fast: ModuleType) -> None:
     held = torch.tensor(awkward * 300, device=DEVICE)
     for threshold in (0.0, 1e-45, 1e-40, 1.5, 3e38):
         one, other = poisoned(len(held), TILE), poisoned(len(held), TILE)
-        fast.find_in(held, threshold_of(threshold), one)
-        blocks.find_in(held, threshold_of(threshold), other)
+        fast.find_in(held, threshold_of(threshold), turn_of(0), one)
+        blocks.find_in(held, threshold_of(threshold), turn_of(0), other)
         assert_same(one, other)
         assert int(one.bad.sum()) == 3 * 300
 
@@ -168,9 +172,9 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
     for rank in range(2):  # what this rank sent; what all owners kept, which has some of it and some more
         found = Found.make(numel, TILE, torch.device(DEVICE))
         held = made(numel, torch.float32, 5) * (1 if rank else made(numel, torch.float32, 6).abs() > 0.1)
-        blocks.find_in(held, threshold_of(4.0), found)
+        blocks.find_in(held, threshold_of(4.0), turn_of(0), found)
         packed.append(torch.zeros(size, words, dtype=torch.int32, device=DEVICE))
-        blocks.send(found, cuts, torch.zeros(1, device=DEVICE), packed[-1], capacity)
+        blocks.send(found, cuts, turn_of(0), packed[-1], capacity)
     sent, gathered = packed
     if bad:  # counts whose sum is zero in 32 bits
         gathered[:, 1] = torch.tensor([2**31 - 1, 2**31 - 1, 2], dtype=torch.int32)

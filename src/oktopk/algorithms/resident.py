@@ -198,7 +198,7 @@ class Resident:
             kernels.measure(*sparse, self.rows)
         if self.wanted < self.numel:  # else it is zero
             kernels.aim(*sparse, self.rows, self.turn, *aims)
-        kernels.find(*sparse, acc[: self.numel], self.threshold, self.found, self.rows)
+        kernels.find(*sparse, acc[: self.numel], self.threshold, self.turn, self.found, self.rows)
         kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity)
         if self.side:
             torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
@@ -250,7 +250,7 @@ class Resident:
         if self.wanted < self.numel:
             share = ((demand + size - 1) // size).clamp(1, capacity)  # of what the ranks wanted of this owner
             kernels.aim_in(score, share.view(1), self.counts, self.kept_threshold)
-        kernels.find_in(score, self.kept_threshold, owner.found)
+        kernels.find_in(score, self.kept_threshold, self.turn, owner.found)
         kernels.send(owner.found, owner.cuts, self.turn, owner.mine, capacity)
         summed = self._slices(arrived).sum(0)
         self._slices(owner.mine).copy_(summed[None])

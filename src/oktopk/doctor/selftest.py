@@ -196,7 +196,7 @@ def _found_by(use: Any, grad: Tensor, held: Tensor) -> dict[str, Tensor]:
     turn = torch.tensor([3], dtype=torch.int32, device=device)
     use.aim(grad, held, None, turn, 1, wanted, bins(device), threshold)
     found, acc = Found.make(numel, TILE, device), torch.empty_like(held)
-    use.find(grad, held, acc, threshold, found)
+    use.find(grad, held, acc, threshold, turn, found)
     capacity = max(numel // 50, 1)
     message = torch.zeros(RANKS, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device)
     use.send(found, even_cuts(numel, RANKS).to(device), turn, message, capacity)

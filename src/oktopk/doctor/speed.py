@@ -59,7 +59,8 @@ def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callabl
     if can_stay(RESIDENT, numel, held.dtype, device):
         fast = importlib.import_module("oktopk.kernels.triton")
         found = Found.make(numel, room_for(density), device)
-        return lambda: fast.find(grad, held, acc, threshold, found)
+        turn = torch.zeros(1, dtype=torch.int32, device=device)
+        return lambda: fast.find(grad, held, acc, threshold, turn, found)
     kernels, floors = kernels_for(acc), threshold.tolist()
     return lambda: kernels.accumulate_seeing(grad, held, acc, [0, numel], floors)
 

@@ -3,6 +3,7 @@
 All shapes are known beforehand; what depends on the data, counts among them, stays in tensors and is never asked for.
 A vector is cut into tiles of `TILE` elements. What is large in a tile lies in that tile's slots, in the order of the
 indices, as far as there is room; so places in a message follow from sums over counts, and are the same in every run.
+Where more wants room than there is, `turn`, the number of the step, says with what to begin: nothing waits for ever.
 
     words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf; 2, 3 how many pairs it wanted to send
                         then room for `capacity` indices, counted from the start of the region; then for as many values;
@@ -18,7 +19,7 @@ from torch import Tensor
 
 TILE = 1024
 HEADER_WORDS = 4
-LEAST_ROOM = 8
+LEAST_ROOM = 4
 """A tile has slots for at least one in so many of its elements."""
 
 LOW = (1 << 31) - 1
@@ -36,7 +37,7 @@ def room_for(density: float) -> int:
     """Return how many slots a tile has: four times what it needs where all tiles are alike, a power of two.
 
     >>> [room_for(density) for density in (0.001, 0.01, 0.1, 1.0)]
-    [128, 128, 512, 1024]
+    [256, 256, 512, 1024]
     """
     room = TILE // LEAST_ROOM
     while room < min(4 * density, 1) * TILE:
@@ -195,16 +196,18 @@ def _sums(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0.0)  # to check would be to wait
 
 
-def find(grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
+def find(
+    grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None
+) -> None:
     """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`.
 
     Zeros are never found.
     """
     torch.add(held, grad, out=acc)
-    find_in(acc, threshold, found, rows)
+    find_in(acc, threshold, turn, found, rows)
 
 
-def find_in(total: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
+def find_in(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None) -> None:
     """Write what reaches the threshold into `found`."""
     tiles, room = found.place.shape
     padded = torch.nn.functional.pad(total, (0, tiles * TILE - len(total))).view(tiles, TILE)
@@ -213,11 +216,10 @@ def find_in(total: Tensor, threshold: Tensor, found: Found, rows: Rows | None = 
         each = torch.arange(tiles * TILE, device=total.device).clamp(max=len(total) - 1)
         threshold = (threshold * rows.scale[rows.of(each)]).view(tiles, TILE)
     hit = (size >= threshold) & (size > 0)
-    rank = hit.cumsum(1)
-    fits = hit & (rank <= room)
+    fits, place = _in_turn(hit.cumsum(1) - 1, hit.sum(1, keepdim=True), turn, room)
+    fits &= hit
     row = torch.arange(tiles, device=total.device)[:, None] * room
-    beyond = torch.full_like(rank, tiles * room)
-    slot = torch.where(fits, row + rank - 1, beyond).view(-1)
+    slot = torch.where(fits, row + place, tiles * room).view(-1)
     _scatter_(found.place, slot, torch.arange(TILE, dtype=torch.int32, device=total.device).expand(tiles, TILE))
     _scatter_(found.value, slot, padded)
     found.count.copy_(fits.sum(1))
@@ -229,10 +231,7 @@ def find_in(total: Tensor, threshold: Tensor, found: Found, rows: Rows | None = 
 
 
 def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int) -> None:
-    """Write what was found into a block for each region, as much as it has room for, and the headers.
-
-    Where there is more, `turn` says with what to begin, so that nothing waits for ever; the order stays.
-    """
+    """Write what was found into a block for each region, as much as it has room for, and the headers."""
     tiles, room = found.place.shape
     slots = torch.arange(room, device=found.place.device)
     there = slots < found.count[:, None]
@@ -242,11 +241,8 @@ def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int
     region = torch.bucketize(index, cuts[1:-1], right=True)
     base = torch.stack([(there & (index < cut)).sum() for cut in cuts])
     demand = base.diff()
-    place = position - base[region]
-    begin = torch.where(demand > capacity, turn.long() * capacity % demand.clamp(min=1), 0)[region]
-    wrapped = (begin + capacity - demand[region]).clamp(min=0)
-    fits = there & ((demand[region] <= capacity) | (place < wrapped) | ((place >= begin) & (place < begin + capacity)))
-    slot = torch.where((demand[region] > capacity) & (place >= begin), place - begin + wrapped, place)
+    fits, slot = _in_turn(position - base[region], demand[region], turn, capacity)
+    fits &= there
     words = blocks.shape[1]
     beyond = torch.full_like(slot, blocks.numel())
     first = torch.where(fits, region * words + HEADER_WORDS + slot, beyond).view(-1)
@@ -256,6 +252,17 @@ def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int
     bad = found.bad.sum().expand_as(demand)
     header = torch.stack([demand.clamp(max=capacity), bad, demand & LOW, demand >> 31], 1)
     blocks[:, :HEADER_WORDS] = header.int()
+
+
+def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """Return which of `demand` have room, by their ranks, and their slots: all, or as many from the turn's one on, and
+    then from the first. The order stays.
+    """
+    over = demand > room
+    begin = torch.where(over, turn.long() * room % demand.clamp(min=1), 0)
+    wrapped = torch.where(over, (begin + room - demand).clamp(min=0), 0)
+    late = rank >= begin
+    return (rank < wrapped) | (late & (rank - begin < room)), torch.where(late, rank - begin + wrapped, rank)
 
 
 def add(block: Tensor, capacity: int, region: Tensor) -> None:

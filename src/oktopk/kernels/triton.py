@@ -96,17 +96,19 @@ def measure(grad: Tensor, held: Tensor, rows: Rows) -> None:
         rescale(pieces, rows)
 
 
-def find(grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
+def find(
+    grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None
+) -> None:
     """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`."""
-    _launch_find(grad, held, acc, threshold, found, rows, adds=True)
+    _launch_find(grad, held, acc, threshold, turn, found, rows, adds=True)
 
 
-def find_in(total: Tensor, threshold: Tensor, found: Found, rows: Rows | None = None) -> None:
+def find_in(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None) -> None:
     """Write what reaches the threshold into `found`."""
-    _launch_find(total, total, total, threshold, found, rows, adds=False)
+    _launch_find(total, total, total, threshold, turn, found, rows, adds=False)
 
 
-def _launch_find(grad, held, acc, threshold, found, rows, adds):
+def _launch_find(grad, held, acc, threshold, turn, found, rows, adds):
     tiles, room = found.place.shape
     found.counters.zero_()
     starts, scale, first, halvings = (held,) * 3 + (0,) if rows is None else (
@@ -114,7 +116,7 @@ def _launch_find(grad, held, acc, threshold, found, rows, adds):
     )  # fmt: skip
     if tiles:
         _find(
-            (tiles,), grad, held, acc, threshold, starts, scale, first, found.place, found.value, found.count,
+            (tiles,), grad, held, acc, threshold, turn, starts, scale, first, found.place, found.value, found.count,
             found.bad, found.groups, held.numel(), adds, rows is not None, halvings, group_of(tiles), TILE, room, LANES,
         )  # fmt: skip
 
@@ -260,9 +262,17 @@ def _squares(grad, held, edges, pieces, CHUNK: tl.constexpr):
     tl.store(pieces + piece, tl.sum(total, 0))
 
 
+@triton.jit
+def _in_turn(turn, demand, room):
+    """The one of `demand` that is the first to have room, and how many have it that come before all others."""
+    over = demand > room
+    begin = tl.where(over, turn.to(tl.int64) * room % tl.maximum(demand, 1), 0)
+    return begin, tl.where(over, tl.maximum(begin + room - demand, 0), 0)
+
+
 @_kernel("numel")
 def _find(
-    grad, held, acc, threshold, starts, scale, first, place, value, count, bad, groups, numel,
+    grad, held, acc, threshold, turn, starts, scale, first, place, value, count, bad, groups, numel,
     ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -287,12 +297,16 @@ def _find(
     size = tl.abs(x)
     hit = (size >= limit) & (size > 0)
     hits = hit.to(tl.int32)
-    rank = tl.cumsum(hits, 0) - 1
-    fits = hit & (rank < ROOM)
-    slots = tile.to(tl.int64) * ROOM + rank
-    tl.store(place + slots, local, fits)
-    tl.store(value + slots, x, fits)
     found = tl.sum(hits, 0)
+    slot = tl.cumsum(hits, 0) - 1
+    if found > ROOM:
+        begin, wrapped = _in_turn(tl.load(turn), found, ROOM)
+        late = slot >= begin
+        hit = hit & ((slot < wrapped) | (late & (slot - begin < ROOM)))
+        slot = tl.where(late, slot - begin + wrapped, slot).to(tl.int32)
+    slots = tile.to(tl.int64) * ROOM + slot
+    tl.store(place + slots, local, hit)
+    tl.store(value + slots, x, hit)
     largest = tl.max(size.to(tl.int32, bitcast=True), 0)
     tl.store(count + tile, tl.minimum(found, ROOM))
     tl.atomic_add(groups + tile // GROUP, tl.minimum(found, ROOM), sem="relaxed")
@@ -354,11 +368,10 @@ def _plan(
         left -= CHUNK
     low = tl.sum(low_sum, 0) + _before(place, count, low_cut, low_tile, tiles, GROUP, TILE, ROOM)
     demand = tl.sum(high_sum, 0) + _before(place, count, high_cut, high_tile, tiles, GROUP, TILE, ROOM) - low
-    over = demand > capacity
-    begin = tl.where(over, tl.load(turn).to(tl.int64) * capacity % tl.maximum(demand, 1), 0)
+    begin, wrapped = _in_turn(tl.load(turn), demand, capacity)
     tl.store(plan + region, low)
     tl.store(plan + SIZE + region, begin)
-    tl.store(plan + 2 * SIZE + region, tl.where(over, tl.maximum(begin + capacity - demand, 0), 0))
+    tl.store(plan + 2 * SIZE + region, wrapped)
     block = blocks + region.to(tl.int64) * words
     tl.store(block, tl.minimum(demand, capacity).to(tl.int32))
     tl.store(block + 1, tl.sum(tl.load(bad + tl.arange(0, LANES)), 0))
