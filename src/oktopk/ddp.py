@@ -214,7 +214,7 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on as if it had never stopped; every rank saves its own."""
-        self._exchange.bring_home()
+        self._exchange.save_()
         kept = [lane.by_name() for lane in self._exchange.lanes]
         return {
             "version": VERSION,

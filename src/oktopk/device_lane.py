@@ -67,13 +67,14 @@ class DeviceLane:
 
     def record(self, told: Told, traffic: Traffic, plan: Plan, size: int) -> StepRecord:
         """Return what a step did, once the host has been told."""
-        outcome = told.outcome if self.lane.num_sparse else NONE
+        outcome = told.outcome(size) if self.lane.num_sparse else NONE
         return self.lane.record(self.lane.num_sparse, outcome, plan, traffic, size)
 
-    def commit_(self, plan: Plan) -> None:
-        """Make this step's residual the one that is held."""
+    def end_(self, plan: Plan, commit: bool) -> None:
+        """Make this step's residual the one that is held, or leave that as it was."""
         self.grads = []
-        self.lane.commit_(plan)
+        if commit:
+            self.lane.commit_(plan)
 
     def save_(self) -> None:
         """Bring the algorithm's state to the host, into the lane."""
@@ -91,8 +92,8 @@ class Settlement:
         self._words = torch.empty(0)
         self._graphs = Graphs()
 
-    def settle_(self, lanes: Sequence[DeviceLane], plan: Plan, comm: Metered) -> Tensor:
-        """Hand the means out, and commit; return the words of all lanes."""
+    def settle_(self, lanes: Sequence[DeviceLane], plan: Plan, comm: Metered, commit: bool) -> Tensor:
+        """Hand the means out, and commit if nothing speaks against it here; return the words of all lanes."""
         if not len(self._words):
             self._words = torch.stack([lane.words for lane in lanes])
         with comm.phase("apply"):
@@ -100,7 +101,7 @@ class Settlement:
             self._graphs.capture()  # backward has nothing left to do but to wait
             for lane in lanes:
                 lane.capture()
-                lane.commit_(plan)
+                lane.end_(plan, commit)
         return self._words
 
     def _hand_out_(self, lanes: Sequence[DeviceLane]) -> None:

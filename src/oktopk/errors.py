@@ -9,7 +9,7 @@
     └── PeerError       another rank failed, or left, while this one waited for it     (a RuntimeError)
 
 An `InputError`, `NonFiniteError` or `MismatchError` is raised on every rank alike, before any gradient travels,
-and leaves the residual as it was.
+and leaves the residual as it was; but of steps that stay on a GPU see docs/gpu.md.
 """
 
 from collections.abc import Iterable

@@ -137,7 +137,7 @@ class Exchange:
         self._post = Post()
         self._unheard: deque[_Unheard] = deque()
         self._hearing = threading.RLock()
-        self._late: tuple[int, NonFiniteError] | None = None  # of a step that is over
+        self._late: deque[tuple[int, NonFiniteError]] = deque()  # of steps that are over
         self._lay_out()
 
     @property
@@ -164,8 +164,9 @@ class Exchange:
         self._agreed = False
 
     def go_on_at(self, step: int) -> None:
-        """Make `step` the next one, once all ranks are seen to be there."""
+        """Make `step` the next one, once all ranks are seen to be there; what went wrong before is over."""
         self.next_step, self._agreed = step, False
+        self._late.clear()
 
     @property
     def just_sums(self) -> bool:
@@ -295,11 +296,15 @@ class Exchange:
             aboard = self._aboard[id(lane)] = DeviceLane(lane, plan.algorithm, self.comm)
         return aboard
 
-    def bring_home(self) -> None:
-        """Hear of all steps, and have all states on the host again."""
+    def save_(self) -> None:
+        """Hear of all steps, and bring all states to the host."""
         self.hear()
         for aboard in self._aboard.values():
             aboard.save_()
+
+    def bring_home(self) -> None:
+        """Have all states on the host, and none on the device."""
+        self.save_()
         self._aboard, self._settlement = {}, None
 
     def hear(self, but: int = 0) -> None:
@@ -311,23 +316,28 @@ class Exchange:
     def _hear(self, unheard: _Unheard) -> None:
         step = unheard.step
         told, size = self._post.read(unheard.letter), self.comm.size
-        if not any(each.bad for each in told):
-            for (aboard, traffic), each in zip(step.aboard, told, strict=True):
-                step.records.append(aboard.record(each, traffic, step.plan, size))
-        else:
-            step.records += [aboard.lane.refused(step.plan, traffic, size) for aboard, traffic in step.aboard]
+        if step.nonfinite is None and any(each.bad for each in told):
             step.nonfinite = NonFiniteError(
                 f"step {step.plan.step}: a rank's gradient, or their sum, was not finite; that step delivered "
                 f"{'NaN' if self._delivers_nan else 'zeros'} on all ranks, and all residuals are as they were before it"
             )
             if not self._delivers_nan:
-                self._late = self._late or (step.plan.step, step.nonfinite)
+                self._late.append((step.plan.step, step.nonfinite))
+        for (aboard, traffic), each in zip(step.aboard, told, strict=True):
+            if step.nonfinite is None:
+                step.records.append(aboard.record(each, traffic, step.plan, size))
+            else:
+                step.records.append(aboard.lane.refused(step.plan, traffic, size))
         self._note(step, unheard.wait_seconds)
 
     def _end(self, step: _Step) -> None:
         """Commit the step, or leave everything as it was; then let backward() go on."""
         assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
         self._now, self.next_step = None, self.next_step + 1
+        if self._late and self._late[0][0] <= step.plan.step - LATE:
+            # On all ranks in the same step, whether or not one of them has asked before what that one did. This one is
+            # not committed: what backward() does not return must not be missing in the residuals.
+            step.nonfinite = self._late.popleft()[1]
         if step.aboard:
             self._settle(step)
             return
@@ -338,15 +348,14 @@ class Exchange:
         self._let_go_on(step)
 
     def _let_go_on(self, step: _Step) -> None:
-        error: NonFiniteError | None = step.nonfinite
-        if self._late is not None and step.plan.step >= self._late[0] + LATE:
-            # On all ranks in the same step, whether or not one of them has asked before what that one did.
-            error, self._late = self._late[1], None
         # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
         over = now_on(step.buckets[0].buffer.device)
         for bucket in step.buckets:
             bucket.over = over
-        step.buckets[0].done.set_result(None if self._delivers_nan else error)
+        error = None if self._delivers_nan else step.nonfinite
+        if error is not None and over is not None:
+            over.synchronize()  # backward() raises and waits for nothing: the next one is not to meet what still runs
+        step.buckets[0].done.set_result(error)
 
     @property
     def _delivers_nan(self) -> bool:
@@ -357,7 +366,8 @@ class Exchange:
         if self._settlement is None:
             self._settlement = Settlement(math.nan if self._delivers_nan else 0.0)
         with self._hearing:  # who asks what this step did waits until that is on its way; backward() does not
-            words = self._settlement.settle_([aboard for aboard, _ in step.aboard], step.plan, self.comm)
+            lanes = [aboard for aboard, _ in step.aboard]
+            words = self._settlement.settle_(lanes, step.plan, self.comm, commit=step.nonfinite is None)
             step.aboard[0][1].add_(self.comm.take())
             waited = time.perf_counter() - step.buckets[-1].came_s
             self._let_go_on(step)
@@ -391,8 +401,8 @@ class Exchange:
     def close(self) -> None:
         """Tell the sinks of the last steps, and close them."""
         self.hear()
-        if self._late is not None:  # there is no backward() left to raise it
-            sys.stderr.write(f"oktopk: WARNING: {self._late[1]}\n")
+        for _, error in self._late:  # there is no backward() left to raise it
+            sys.stderr.write(f"oktopk: WARNING: {error}\n")
         self._write()
         self.sinks.close()
 

@@ -66,6 +66,7 @@ class Reducer:
         self._post = Post()
         self._unheard: deque[tuple[Letter, Traffic]] = deque()
         self._heard: tuple[Told, Traffic, int] | None = None  # of which there is no record yet, and its step
+        self._late: deque[tuple[int, NonFiniteError]] = deque()  # of steps that are over, and their numbers
 
     @property
     def last(self) -> StepRecord | None:
@@ -74,7 +75,8 @@ class Reducer:
             self._hear()
         if self._heard is not None:
             told, traffic, step = self._heard
-            self._last, self._heard = self._record_of(told.outcome, traffic, step, skipped=bool(told.bad)), None
+            outcome, self._heard = told.outcome(self._comm.size), None
+            self._last = self._record_of(outcome, traffic, step, skipped=bool(told.bad))
         return self._last
 
     @property
@@ -120,6 +122,7 @@ class Reducer:
         self._residual, self._state, self._step = residual, state, saved["step"]
         self._resident, self._heard = None, None
         self._unheard.clear()
+        self._late.clear()
         self._dtype = None if saved["dtype"] is None else getattr(torch, saved["dtype"])
         self._agreed = False
 
@@ -162,6 +165,10 @@ class Reducer:
             if len(set(column)) > 1:
                 raise MismatchError(_disagreement(what, column))
         self._check_same_numel(flat)
+        if self._residual is not None and self._residual.held.device != flat.device:  # as it was loaded
+            held = self._residual.held
+            self._residual = Residual(held.numel(), held.dtype, flat.device)
+            self._residual.held.copy_(held)
         if self._residual is None:
             wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
             self._state = self._init(flat.numel())
@@ -177,6 +184,8 @@ class Reducer:
         """Reduce without ever waiting for the device; what the step did is heard of when it is long over."""
         while len(self._unheard) >= LATE:
             self._hear()
+        if self._late and self._late[0][0] <= self._step - LATE:
+            raise self._late.popleft()[1]  # on all ranks in the same step, whether or not one has asked for `last`
         if flat.numel() != residual.held.numel() or flat.dtype != self._dtype or flat.device != residual.held.device:
             raise SettingError(
                 f"this reducer is for {residual.held.numel()} elements of {self._dtype} on {residual.held.device}, "
@@ -187,6 +196,7 @@ class Reducer:
             resident.reduce_(flat, residual.held, residual.acc, _flat(mean))
             residual.commit_()
             self._unheard.append((self._post.send(resident.words), self._comm.take()))
+        self.traffic.add_(self._unheard[-1][1])
         self._step += 1
         return mean
 
@@ -194,13 +204,13 @@ class Reducer:
         """Learn what the oldest step did that the device has not told of; its record is made if it is asked for."""
         letter, traffic = self._unheard.popleft()
         (told,), step = self._post.read(letter), self._step - len(self._unheard) - 1
-        self.traffic.add_(traffic)
         self._heard = told, traffic, step
         if told.bad and self.on_nonfinite == "raise":
-            raise NonFiniteError(
+            message = (
                 f"step {step}: a rank's gradient plus its residual was not finite; that step delivered zeros on all "
                 f"ranks, and the residual is as it was before it"
             )
+            self._late.append((step, NonFiniteError(message)))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
         """Return acc, and this rank's verdict on it."""
@@ -279,8 +289,10 @@ def _check_usable(grad: Tensor, out: Tensor | None) -> None:
     if not isinstance(grad, Tensor):
         raise TypeError(f"all_reduce wants a tensor, not {type(grad).__name__}")
     fits = out is None or (isinstance(out, Tensor) and out.shape == grad.shape and out.dtype == grad.dtype)
-    if not fits or (out is not None and not out.is_contiguous()):
-        raise SettingError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)}")
+    if not fits or (out is not None and not (out.is_contiguous() and out.device == grad.device)):
+        raise SettingError(
+            f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)} on {grad.device}"
+        )
 
 
 def _flat(tensor: Tensor) -> Tensor:

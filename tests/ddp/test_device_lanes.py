@@ -135,14 +135,47 @@ def test_a_step_that_is_not_finite_leaves_no_trace(worlds: Worlds, size: int, on
         assert all(part.skipped for part in refused.buckets)
         assert refused.reason is not None
         assert all(record.to_json() for record in records)
-        assert [record.skipped for record in records] == [number == 4 for number in range(len(records))]
+        skipped = [record.step for record in records if record.skipped]
         if on_nonfinite == "raise":
+            assert skipped == [4, 6]
             assert raised is not None
             assert "step 4" in raised.message
             assert step == 6  # on all ranks the same one, though what step 4 did was asked for before
         else:
             assert raised is None
+            assert skipped == [4]
             assert len(records) == 9
+
+
+def accidents(loads: bool) -> tuple[list[int], bool, list[int]]:
+    """Spoil steps 3 and 4, and go on, whatever is raised; return the steps that raised, whether each of them left the
+    residuals as they were, and the steps that are said to have been skipped. One rank asks for `last` at every step.
+    """
+    with staying():
+        sink, raised, undone = MemorySink(), [], True
+        model, attached = started(OkTopk(density=0.05, wire="fp32"), sinks=[sink])
+        for step in range(9):
+            saved = attached.state_dict() if step == 3 else {}
+            before = attached.residual
+            if error_of(lambda step=step: step_(model, step, "exit.weight" if step in (3, 4) else "")) is not None:
+                raised.append(step)
+                undone = undone and same_bits(attached.residual, before)
+            if dist.get_rank() == 0:
+                assert attached.last is not None
+            if step == 3 and loads:
+                attached.load_state_dict(saved)
+        attached.detach()
+        return raised, undone, [record.step for record in sink.records if record.skipped]
+
+
+def test_two_accidents_are_told_of_in_the_same_steps_on_all_ranks(worlds: Worlds) -> None:
+    for raised, undone, skipped in worlds.run(2, accidents, False):
+        assert (raised, undone, skipped) == ([5, 6], True, [3, 4, 5, 6])
+
+
+def test_who_goes_back_to_a_checkpoint_has_left_the_accident_behind(worlds: Worlds) -> None:
+    for raised, _, _ in worlds.run(2, accidents, True):
+        assert raised == [6]  # only what was spoilt since
 
 
 def resumed(schedule: Any) -> bool:

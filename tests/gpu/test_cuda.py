@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,32 @@ def check_that_the_hook_never_waits(device: str) -> None:
     handle.detach()
 
 
+def check_that_a_nan_is_told_two_steps_later(device: str) -> None:
+    model = DistributedDataParallel(nn.Linear(300, 400).to(device), device_ids=[torch.device(device).index])
+    handle = oktopk.attach(model, oktopk.OkTopk(), dense_steps=0, timeout=30)
+    for step in range(9):
+        model.zero_grad()
+        before = handle.residual
+        x = torch.full((4, 300), float("nan") if step in (3, 4) else 1.0, device=device)
+        telling = pytest.raises(Exception, match=f"step {step - 2}: a rank's gradient")
+        with telling if step in (5, 6) else nullcontext():
+            model(x).square().mean().backward()
+        unchanged = [torch.equal(handle.residual[name], before[name]) for name in before]
+        assert all(unchanged) == (step in (3, 4, 5, 6))
+    handle.detach()
+
+
+def check_that_a_state_on_the_host_goes_on(device: str) -> None:
+    grads = [torch.randn(5000, device=device) for _ in range(6)]
+    whole, again = (oktopk.Reducer(oktopk.OkTopk(), oktopk.ProcessGroupComm()) for _ in range(2))
+    for grad in grads[:3]:
+        whole.all_reduce(grad)
+    saved = whole.state_dict()
+    again.load_state_dict({**saved, "residual": saved["residual"].cpu()})
+    for grad in grads[3:]:
+        assert torch.equal(whole.all_reduce(grad), again.all_reduce(grad))
+
+
 class Recomputed(nn.Module):
     """Layers whose forward, dropout and all, is done again in backward."""
 
@@ -179,6 +205,8 @@ def work(rank: int, size: int, backend: str, folder: str) -> None:
             check_that_elements_need_not_lie_side_by_side(device)
             check_that_the_hook_never_waits(device)
             check_that_backward_may_draw_random_numbers(device)
+            check_that_a_nan_is_told_two_steps_later(device)
+            check_that_a_state_on_the_host_goes_on(device)
         for algorithm in ALGORITHMS:
             on_gpu = reduce_steps(algorithm, oktopk.ProcessGroupComm(), device)
             oktopk.reducer.can_stay = can_stay_anywhere

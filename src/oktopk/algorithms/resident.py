@@ -44,6 +44,7 @@ REBALANCE_EVERY = 16
 MOST_NUMEL = (1 << 31) - TILE
 """Elements of a vector: places in it are 32 bits wide."""
 
+LEAST_TRITON = (3, 4)
 LATE = 2
 """Steps after which the host looks at what a step did: it has long been done then, and nobody waits."""
 
@@ -58,12 +59,12 @@ class Told(NamedTuple):
     kept_threshold: int
     step: int
 
-    @property
-    def outcome(self) -> Outcome:
-        """The same, as every step's record has it."""
+    def outcome(self, size: int) -> Outcome:
+        """Return the same, as a record has it; of so many ranks: one that is alone keeps all that it sends."""
         if self.bad:
             return Outcome(selected=0, pairs=0)
-        thresholds = struct.unpack("2f", struct.pack("2i", self.threshold, self.kept_threshold))
+        kept_threshold = self.kept_threshold if size > 1 else self.threshold
+        thresholds = struct.unpack("2f", struct.pack("2i", self.threshold, kept_threshold))
         return Outcome(self.selected, self.nnz, (), *thresholds)
 
 
@@ -349,4 +350,8 @@ def kernels_on(device: torch.device) -> Any:
 
 @cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    """Whether there is one whose histograms can be masked."""
+    if find_spec("triton") is None:
+        return False
+    version = importlib.import_module("triton").__version__
+    return tuple(map(int, version.split(".")[:2])) >= LEAST_TRITON

@@ -9,6 +9,9 @@ finding.py      a line of the report
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
 
 from oktopk.doctor import here, selftest, speed
 from oktopk.doctor.finding import FAIL, INFO, NOTE, OK, Finding
@@ -22,7 +25,8 @@ def examine() -> Iterator[Finding]:
     yield from here.devices()
     yield from here.backends()
     for device in here.usable():
-        yield from here.kernels(device)
-        yield from selftest.kernels(device)
-        yield from selftest.exchange(device)
-        yield from speed.selection(device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # triton's kernels run on this one
+            yield from here.kernels(device)
+            yield from selftest.kernels(device)
+            yield from selftest.exchange(device)
+            yield from speed.selection(device)

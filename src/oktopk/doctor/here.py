@@ -9,14 +9,13 @@ import importlib
 import platform
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 import oktopk
 from oktopk.algorithms import OkTopk
-from oktopk.algorithms.resident import can_stay
+from oktopk.algorithms.resident import LEAST_TRITON, can_stay
 from oktopk.bench.processes import num_cores
 from oktopk.bench.provenance import processor
 from oktopk.doctor.finding import NOTE, OK, Finding
@@ -117,8 +116,9 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
     others = ", ".join(name for name in STAYING if name not in stays)
     if stays:
         yield Finding("kernels", str(device), f"triton: steps stay on the device with {', '.join(stays)}", OK)
-    elif find_spec("triton") is None:
-        found = "plain torch: triton is not installed, and every step waits for the device to count"
+    else:
+        least = ".".join(map(str, LEAST_TRITON))
+        found = f"plain torch: there is no triton {least} or later, and every step waits for the device to count"
         yield Finding("kernels", str(device), found, NOTE, "pip install 'oktopk[gpu]'")
     if stays and others:
         yield Finding("kernels", str(device), f"plain torch, which waits for the device to count, with {others}")

@@ -8,6 +8,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from oktopk.errors import SettingError
+
 MOST = 8
 """Places at which tensors are remembered; whoever comes with new ones every time launches as ever."""
 
@@ -21,9 +23,11 @@ class Graphs:
 
     def run(self, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
         """Do `work(*tensors)`: by what it launched, if that was captured, with tensors in the same places."""
-        if not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing():
+        if not tensors[0].is_cuda:
             work(*tensors)
             return
+        if torch.cuda.is_current_stream_capturing():
+            raise SettingError("a step cannot be part of a CUDA graph: the residual is another one at every step")
         places = (kind, *[tensor.data_ptr() for tensor in tensors])
         graph = self._made.get(places)
         if graph is not None:
@@ -48,7 +52,9 @@ class Graphs:
 
 def _captured(work: Callable[..., None], tensors: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    stream, here = torch.cuda.Stream(tensors[0].device), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    here = torch.cuda.current_stream()
+    is_default = here == torch.cuda.default_stream()  # which cannot be captured; others are shared, and may be in use
+    stream = torch.cuda.Stream(tensors[0].device) if is_default else here  # type: ignore[no-untyped-call]
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with their own work

@@ -25,9 +25,6 @@ SLOTS = 16
 PROGRAMS = 1024
 """Of a kernel that walks along a whole vector, if it does anything at all."""
 
-TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
-"""Whether a compiled kernel is called with all arguments, as the one that is compiled."""
-
 
 class _Kernel:
     """A kernel that is launched in a few microseconds, where triton takes several times as long to look up what it has
@@ -44,8 +41,7 @@ class _Kernel:
         key = (args[0].get_device(), *map(_kind, args, self._is_number))
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._jit[grid](*args)
-            self._compiled[key] = compiled if TAKES_CONSTANTS else None
+            self._compiled[key] = self._jit[grid](*args)
         else:
             compiled[(*grid, 1, 1)[:3]](*args)
 
