@@ -26,7 +26,7 @@ def records(comm: Any, case: Case) -> list[Any]:
     return [step.record for step in trace(comm, case)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_step_sends_more_messages_than_predicted(name: str, size: int) -> None:
     case = Case(algorithms(0.02, rethreshold_every=2, repartition_every=3)[name], size, numel=900, kind="skew")

@@ -61,6 +61,7 @@ ALGORITHMS = {
     "bounded": OkTopk(density=0.1),
     "paper": OkTopk(density=0.1, mode="paper"),
 }
+OTHERS = [name for name in ALGORITHMS if name != "bounded"]
 
 
 def ends_of(size: int, fn: Callable[[Any], Any]) -> list[BaseException | None]:
@@ -184,7 +185,7 @@ def test_an_error_outside_of_any_collective_ends_all() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["bounded", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def test_one_rank_raising_ends_all_processes_within_the_groups_timeout(processes: Processes, name: str) -> None:
     """The culprit's process lives on, as under a supervisor, so that nothing but the timeout can free the others."""
     start = time.perf_counter()

@@ -17,7 +17,7 @@ from tests.laws import check_every_law, same_run
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)  # the long tests have five times as many
+@settings(max_examples=15)  # the long tests have ten times as many
 @given(data=st.data())
 def test_every_law_holds_on_every_step(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))
@@ -35,7 +35,7 @@ def test_every_law_holds_on_many_more_cases(name: str, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_a_repeated_run_gives_the_same_bits(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))

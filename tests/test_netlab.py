@@ -298,7 +298,7 @@ def test_a_rank_that_fails_ends_all_with_its_words() -> None:
 
 
 @needs_a_lab
-@pytest.mark.parametrize("delay_ms", [0, 1])
+@pytest.mark.parametrize("delay_ms", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_it_cleans_up_however_it_ends(how: signal.Signals, delay_ms: float, tmp_path: Path) -> None:
     lab = start("sh", "-c", f"echo $$ > {tmp_path}/$RANK; exec sleep 300", delay_ms=delay_ms)

@@ -128,7 +128,8 @@ def test_a_rank_that_is_frozen_for_less_than_the_timeout_goes_on(victim: int) ->
         assert told[0].checksum == told[1].checksum is not None
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["", "the host of the store"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0], ids=["", "the host of the store"])
 def test_a_rank_that_is_frozen_for_longer_than_the_timeout_ends_the_others(victim: int) -> None:
     with Mortals(2, Plan()) as mortals:
         mortals.wait_for_step(victim, IN_SPARSE_PHASE)

@@ -152,6 +152,7 @@ def test_every_epoch_is_validated(mixed: Ended) -> None:
         assert 0 < epoch["cer"] < 10
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_its_dense_steps_says_so_before_and_after(tmp_path: Path, tiny: Settings) -> None:
     ended = succeed(tmp_path / "run", 1, **{**tiny, "dense_steps": 128, "max_epochs": 2, "max_steps": 28})
     printed = ended.printed[0]
@@ -575,7 +576,8 @@ def test_a_skipped_step_leaves_no_trace(tmp_path: Path, tiny: Settings) -> None:
         assert torch.equal(ended.shared["net"][name], tensor), name
 
 
-@pytest.mark.parametrize("clip", [20.0, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [20.0, 0.0])
 def test_lr_1_is_named_as_what_it_is(tmp_path: Path, tiny: Settings, clip: float) -> None:
     """With a clip the loss explodes; without one the gradient is soon not finite."""
     steady = {"lr": 1.0, "lr_anneal": 1.0, "sparse_momentum": 0.9}
