@@ -27,11 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.algorithms import Algorithm, make_algorithm
 from oktopk.comm import Metered, ProcessGroupComm
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
-from oktopk.exchange import Bucket, Exchange, Exclusion, Settings, checked_rules
+from oktopk.exchange import Bucket, Exchange
 from oktopk.hook import check_model, hook_of, register
 from oktopk.kernels import kernels_for
 from oktopk.lanes import plan_lanes
 from oktopk.plan import Momentum
+from oktopk.settings import Exclusion, Settings, checked_rules
 from oktopk.streams import now_on, wait_on
 from oktopk.telemetry import Sink, Sinks, StepRecord, Summary
 from oktopk.worker import Worker

@@ -1,4 +1,4 @@
-"""`DeviceLane`: the sparse steps of a lane that never wait for the host.
+"""`DeviceLane`, `DeviceLanes`: the sparse steps of lanes that never wait for the host.
 
 The gradients are copied into one vector, in the lane's order, which `Resident` reduces; the means are copied back when
 all lanes of the step are done. Whether a NaN or Inf was met anywhere is known on the device alone by then: if so, a
@@ -81,22 +81,46 @@ class DeviceLane:
         self._resident.save_(self.lane.state)
 
 
-class Settlement:
-    """How the lanes of an attachment end a step: all of them, or none.
+class DeviceLanes:
+    """All lanes of an attachment whose steps stay on the device: they end a step together, or not at all.
 
     Where a number was not finite, in any lane on any rank, no residual changes and all means become `filling`.
     """
 
-    def __init__(self, filling: float) -> None:
-        self._filling = filling
-        self._words = torch.empty(0)
-        self._graphs = Graphs()
+    def __init__(self, comm: Metered, filling: float) -> None:
+        self._comm, self._filling = comm, filling
+        self._lanes: dict[int, DeviceLane] = {}  # by the lane that they are of
+        self._words, self._graphs = torch.empty(0), Graphs()
 
-    def settle_(self, lanes: Sequence[DeviceLane], plan: Plan, comm: Metered, commit: bool) -> Tensor:
-        """Hand the means out, and commit if nothing speaks against it here; return the words of all lanes."""
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def of(self, lane: Lane, plan: Plan) -> DeviceLane:
+        """Return what makes the lane's steps on the device, with the state that there is."""
+        assert isinstance(plan.algorithm, OkTopk)
+        found = self._lanes.get(id(lane))
+        if found is None or found.algorithm != plan.algorithm:
+            if found is not None:
+                found.save_()
+            self._words, self._graphs = torch.empty(0), Graphs()
+            found = self._lanes[id(lane)] = DeviceLane(lane, plan.algorithm, self._comm)
+        return found
+
+    def save_(self) -> None:
+        """Bring the algorithm's states to the host, into the lanes."""
+        for lane in self._lanes.values():
+            lane.save_()
+
+    def forget(self) -> None:
+        """Have none any more."""
+        self._lanes.clear()
+        self._words, self._graphs = torch.empty(0), Graphs()
+
+    def settle_(self, lanes: Sequence[DeviceLane], plan: Plan, commit: bool) -> Tensor:
+        """Hand the means of a step out, and commit if nothing speaks against it here; return the lanes' words."""
         if not len(self._words):
             self._words = torch.stack([lane.words for lane in lanes])
-        with comm.phase("apply"):
+        with self._comm.phase("apply"):
             self._graphs.run(lambda *_: self._hand_out_(lanes), *(each for lane in lanes for each in lane.tensors))
             self._graphs.capture()  # backward has nothing left to do but to wait
             for lane in lanes:

@@ -12,60 +12,27 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from oktopk.algorithms import Algorithm, OkTopk
+from oktopk.algorithms import OkTopk
 from oktopk.algorithms.resident import LATE, Letter, Post, can_stay
 from oktopk.comm import Metered, Traffic
-from oktopk.device_lane import DeviceLane, Settlement
+from oktopk.device_lane import DeviceLane, DeviceLanes
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.lanes import Lane
-from oktopk.plan import Momentum, Plan
+from oktopk.plan import Plan
+from oktopk.settings import Settings
 from oktopk.streams import now_on
 from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
 
-Exclusion = str | Callable[[str, Tensor], bool]
 _Begun = tuple[Lane, dict[str, Tensor], Callable[[], StepRecord]]
 """A lane whose reduction has begun, the gradients in it, and what ends it."""
-
-
-@dataclass
-class Settings:
-    """What `attach` was given; what may change between steps is changed through `Attached`."""
-
-    algorithm: Algorithm
-    dense_steps: int
-    exclude: Exclusion | Iterable[Exclusion]
-    clip: float | None
-    momentum: Momentum | None
-    density_schedule: tuple[tuple[int, float], ...]
-    on_nonfinite: str
-    scaled: bool = False  # a GradScaler scales the loss
-
-    def algorithm_at(self, step: int) -> Algorithm | None:
-        """Return the algorithm of a step, with the density that the schedule gives it; None for a dense step."""
-        sparse_step = step - self.dense_steps
-        if sparse_step < 0:
-            return None
-        for steps, density in self.density_schedule:
-            if sparse_step < steps:
-                return replace(self.algorithm, density=density)  # type: ignore[type-var]
-            sparse_step -= steps
-        return self.algorithm
-
-    def fingerprint(self, names: Iterable[str]) -> int:
-        """Return a number that differs where ranks would not do the same."""
-        algorithm = self.algorithm if is_dataclass(self.algorithm) else type(self.algorithm).__qualname__
-        rest = (self.dense_steps, self.clip, self.momentum, self.density_schedule, self.on_nonfinite, self.scaled)
-        return zlib.crc32(f"{algorithm} {rest} {list(names)}".encode())
 
 
 @dataclass
@@ -132,8 +99,7 @@ class Exchange:
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
         self._staying = False  # whether this step, or the last one, stays on the device
-        self._aboard: dict[int, DeviceLane] = {}  # by their lane
-        self._settlement: Settlement | None = None
+        self._aboard = DeviceLanes(comm, filling=math.nan if self._delivers_nan else 0.0)
         self._post = Post()
         self._unheard: deque[_Unheard] = deque()
         self._hearing = threading.RLock()
@@ -255,7 +221,7 @@ class Exchange:
             self._waiting.remove(lane)
             grads = {name: self._arrived[name] for name in lane.names}
             if self._staying:
-                aboard = self._take_aboard(lane, step.plan)
+                aboard = self._aboard.of(lane, step.plan)
                 aboard.start_(grads, self.comm)
                 step.aboard.append((aboard, self.comm.take()))
                 continue
@@ -285,27 +251,15 @@ class Exchange:
         limit = self.settings.clip / math.sqrt(self.comm.size)
         return limit / norm if math.isfinite(norm) and norm > limit else 1.0
 
-    def _take_aboard(self, lane: Lane, plan: Plan) -> DeviceLane:
-        """Return what makes the lane's steps on the device, with the state that there is."""
-        assert isinstance(plan.algorithm, OkTopk)
-        aboard = self._aboard.get(id(lane))
-        if aboard is None or aboard.algorithm != plan.algorithm:
-            if aboard is not None:
-                aboard.save_()
-                self._settlement = None
-            aboard = self._aboard[id(lane)] = DeviceLane(lane, plan.algorithm, self.comm)
-        return aboard
-
     def save_(self) -> None:
         """Hear of all steps, and bring all states to the host."""
         self.hear()
-        for aboard in self._aboard.values():
-            aboard.save_()
+        self._aboard.save_()
 
     def bring_home(self) -> None:
         """Have all states on the host, and none on the device."""
         self.save_()
-        self._aboard, self._settlement = {}, None
+        self._aboard.forget()
 
     def hear(self, but: int = 0) -> None:
         """Make the records of the steps on the device, but for the last few, once they are over."""
@@ -363,11 +317,9 @@ class Exchange:
 
     def _settle(self, step: _Step) -> None:
         """Commit all lanes, or none, as the device alone knows."""
-        if self._settlement is None:
-            self._settlement = Settlement(math.nan if self._delivers_nan else 0.0)
         with self._hearing:  # who asks what this step did waits until that is on its way; backward() does not
             lanes = [aboard for aboard, _ in step.aboard]
-            words = self._settlement.settle_(lanes, step.plan, self.comm, commit=step.nonfinite is None)
+            words = self._aboard.settle_(lanes, step.plan, commit=step.nonfinite is None)
             step.aboard[0][1].add_(self.comm.take())
             waited = time.perf_counter() - step.buckets[-1].came_s
             self._let_go_on(step)
@@ -432,21 +384,6 @@ class Exchange:
 
     def _lay_out(self) -> None:
         """Decide for every parameter whether it travels dense."""
-        rules = checked_rules(self.settings.exclude, self.parameters)
+        dense = self.settings.travel_dense(self.parameters)
         for lane in self.lanes:
-            lane.lay_out_(lambda name: any(_matches(rule, name, self.parameters[name]) for rule in rules))
-
-
-def _matches(rule: Exclusion, name: str, parameter: Tensor) -> bool:
-    return fnmatchcase(name, rule) if isinstance(rule, str) else bool(rule(name, parameter))
-
-
-def checked_rules(exclude: Exclusion | Iterable[Exclusion], parameters: Mapping[str, Tensor]) -> list[Exclusion]:
-    """Return the rules as a list; a pattern that no parameter's name matches is a mistake."""
-    rules = [exclude] if isinstance(exclude, str) or callable(exclude) else list(exclude)
-    for rule in rules:
-        if isinstance(rule, str) and not any(fnmatchcase(name, rule) for name in parameters):
-            close = get_close_matches(rule, parameters, n=1, cutoff=0.3)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise SettingError(f"exclude: no parameter matches {rule!r}.{hint}")
-    return rules
+            lane.lay_out_(dense.__contains__)
