@@ -15,6 +15,12 @@ from tests.harness import on_threads
 from tests.laws import RELATIVE, check_every_law, wanted
 
 STEPS = 200
+SHOWN = (
+    "oktopk-bounded-as-is",
+    "oktopk-bounded-magnitude-fp32",
+    "oktopk-paper-scaled-fp32",
+    "oktopk-paper-scaled-int8",
+)
 SETTLED = 20  # sparse steps after which a stationary gradient's count has to be in the band
 BAND = (0.8, 1.25)
 MODES = ("bounded", "paper")
@@ -48,14 +54,6 @@ def totals(comm: Any, case: Case) -> Totals:
 def check_nothing_was_lost(by_rank: list[Totals]) -> None:
     missing = sum(t.given - t.residual for t in by_rank) - len(by_rank) * by_rank[0].delivered
     assert bool((missing.abs() <= RELATIVE * sum(t.magnitude for t in by_rank)).all())
-
-
-SHOWN = (
-    "oktopk-bounded-as-is",
-    "oktopk-bounded-magnitude-fp32",
-    "oktopk-paper-scaled-fp32",
-    "oktopk-paper-scaled-int8",
-)
 
 
 @pytest.mark.parametrize("kind", ["growing", *(pytest.param(k, marks=pytest.mark.slow) for k in ("skew", "waking"))])

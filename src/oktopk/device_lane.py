@@ -102,7 +102,7 @@ class DeviceLanes:
         if found is None or found.algorithm != plan.algorithm:
             if found is not None:
                 found.save_()
-            self._words, self._graphs = torch.empty(0), Graphs()
+            self._graphs = Graphs()
             found = self._lanes[id(lane)] = DeviceLane(lane, plan.algorithm, self._comm)
         return found
 
@@ -114,11 +114,11 @@ class DeviceLanes:
     def forget(self) -> None:
         """Have none any more."""
         self._lanes.clear()
-        self._words, self._graphs = torch.empty(0), Graphs()
+        self._graphs = Graphs()
 
     def settle_(self, lanes: Sequence[DeviceLane], plan: Plan, commit: bool) -> Tensor:
         """Hand the means of a step out, and commit if nothing speaks against it here; return the lanes' words."""
-        if not len(self._words):
+        if len(self._words) != len(lanes):
             self._words = torch.stack([lane.words for lane in lanes])
         with self._comm.phase("apply"):
             self._graphs.run(lambda *_: self._hand_out_(lanes), *(each for lane in lanes for each in lane.tensors))

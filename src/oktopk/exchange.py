@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from oktopk.algorithms import OkTopk
-from oktopk.algorithms.resident import LATE, Letter, Post, can_stay
+from oktopk.algorithms.resident import LATE, LateErrors, Letter, Post, can_stay
 from oktopk.comm import Metered, Traffic
 from oktopk.device_lane import DeviceLane, DeviceLanes
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
@@ -103,7 +103,7 @@ class Exchange:
         self._post = Post()
         self._unheard: deque[_Unheard] = deque()
         self._hearing = threading.RLock()
-        self._late: deque[tuple[int, NonFiniteError]] = deque()  # of steps that are over
+        self._late = LateErrors()
         self._lay_out()
 
     @property
@@ -276,7 +276,7 @@ class Exchange:
                 f"{'NaN' if self._delivers_nan else 'zeros'} on all ranks, and all residuals are as they were before it"
             )
             if not self._delivers_nan:
-                self._late.append((step.plan.step, step.nonfinite))
+                self._late.add(step.plan.step, step.nonfinite)
         for (aboard, traffic), each in zip(step.aboard, told, strict=True):
             if step.nonfinite is None:
                 step.records.append(aboard.record(each, traffic, step.plan, size))
@@ -288,10 +288,9 @@ class Exchange:
         """Commit the step, or leave everything as it was; then let backward() go on."""
         assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
         self._now, self.next_step = None, self.next_step + 1
-        if self._late and self._late[0][0] <= step.plan.step - LATE:
-            # On all ranks in the same step, whether or not one of them has asked before what that one did. This one is
-            # not committed: what backward() does not return must not be missing in the residuals.
-            step.nonfinite = self._late.popleft()[1]
+        # A step in which an earlier one's error is raised is not committed: what backward() does not return must not be
+        # missing in the residuals.
+        step.nonfinite = self._late.take_due(step.plan.step) or step.nonfinite
         if step.aboard:
             self._settle(step)
             return
@@ -353,7 +352,7 @@ class Exchange:
     def close(self) -> None:
         """Tell the sinks of the last steps, and close them."""
         self.hear()
-        for _, error in self._late:  # there is no backward() left to raise it
+        for error in self._late:  # there is no backward() left to raise it
             sys.stderr.write(f"oktopk: WARNING: {error}\n")
         self._write()
         self.sinks.close()

@@ -27,6 +27,13 @@ class Residual:
         self.nonfinite_at = -1
         self._acc = _zeros(numel, dtype, device)
 
+    @staticmethod
+    def of(held: Tensor, device: torch.device) -> Residual:
+        """Return one that holds a copy of this, on a device."""
+        residual = Residual(held.numel(), held.dtype, device)
+        residual.held.copy_(held)
+        return residual
+
     @property
     def acc(self) -> Tensor:
         """The step being made: what `accumulate_` wrote, then what `retain_` left of it."""

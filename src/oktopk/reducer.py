@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, OkTopk, make_algorithm
 from oktopk.algorithms.base import Outcome, Verdict, look_out, reduce_if_fine, takes_segments
-from oktopk.algorithms.resident import LATE, Letter, Post, Resident, Told, can_stay
+from oktopk.algorithms.resident import LATE, LateErrors, Letter, Post, Resident, Told, can_stay
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
@@ -66,7 +66,7 @@ class Reducer:
         self._post = Post()
         self._unheard: deque[tuple[Letter, Traffic]] = deque()
         self._heard: tuple[Told, Traffic, int] | None = None  # of which there is no record yet, and its step
-        self._late: deque[tuple[int, NonFiniteError]] = deque()  # of steps that are over, and their numbers
+        self._late = LateErrors()
 
     @property
     def last(self) -> StepRecord | None:
@@ -117,8 +117,7 @@ class Reducer:
         if saved["residual"] is not None:
             held = saved["residual"]
             state = from_plain(self._init(held.numel()), saved["state"])
-            residual = Residual(held.numel(), held.dtype, held.device)
-            residual.held.copy_(held)
+            residual = Residual.of(held, held.device)
         self._residual, self._state, self._step = residual, state, saved["step"]
         self._resident, self._heard = None, None
         self._unheard.clear()
@@ -166,9 +165,7 @@ class Reducer:
                 raise MismatchError(_disagreement(what, column))
         self._check_same_numel(flat)
         if self._residual is not None and self._residual.held.device != flat.device:  # as it was loaded
-            held = self._residual.held
-            self._residual = Residual(held.numel(), held.dtype, flat.device)
-            self._residual.held.copy_(held)
+            self._residual = Residual.of(self._residual.held, flat.device)
         if self._residual is None:
             wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
             self._state = self._init(flat.numel())
@@ -184,8 +181,9 @@ class Reducer:
         """Reduce without ever waiting for the device; what the step did is heard of when it is long over."""
         while len(self._unheard) >= LATE:
             self._hear()
-        if self._late and self._late[0][0] <= self._step - LATE:
-            raise self._late.popleft()[1]  # on all ranks in the same step, whether or not one has asked for `last`
+        error = self._late.take_due(self._step)
+        if error is not None:
+            raise error
         if flat.numel() != residual.held.numel() or flat.dtype != self._dtype or flat.device != residual.held.device:
             raise SettingError(
                 f"this reducer is for {residual.held.numel()} elements of {self._dtype} on {residual.held.device}, "
@@ -195,8 +193,9 @@ class Reducer:
         with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
             resident.reduce_(flat, residual.held, residual.acc, _flat(mean))
             residual.commit_()
-            self._unheard.append((self._post.send(resident.words), self._comm.take()))
-        self.traffic.add_(self._unheard[-1][1])
+            letter, traffic = self._post.send(resident.words), self._comm.take()
+        self._unheard.append((letter, traffic))
+        self.traffic.add_(traffic)
         self._step += 1
         return mean
 
@@ -210,7 +209,7 @@ class Reducer:
                 f"step {step}: a rank's gradient plus its residual was not finite; that step delivered zeros on all "
                 f"ranks, and the residual is as it was before it"
             )
-            self._late.append((step, NonFiniteError(message)))
+            self._late.add(step, NonFiniteError(message))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
         """Return acc, and this rank's verdict on it."""

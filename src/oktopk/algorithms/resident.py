@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import importlib
 import struct
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -30,6 +32,7 @@ from torch import Tensor
 from oktopk.algorithms.base import OkTopkState, Outcome
 from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk import AUTO, OkTopk
+from oktopk.errors import NonFiniteError
 from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.kernels.graphs import Graphs
@@ -98,6 +101,31 @@ class Post:
         told = [Told(*row) for row in letter.rows.tolist()]
         self._free.append(letter)
         return told
+
+
+class LateErrors:
+    """The errors of steps that are over, until they are raised: on all ranks in the same step, `LATE` after their own,
+    whether or not a rank has asked before what that one did.
+    """
+
+    def __init__(self) -> None:
+        self._of_steps: deque[tuple[int, NonFiniteError]] = deque()
+
+    def __iter__(self) -> Iterator[NonFiniteError]:
+        return (error for _, error in self._of_steps)
+
+    def add(self, step: int, error: NonFiniteError) -> None:
+        """Keep the error of a step."""
+        self._of_steps.append((step, error))
+
+    def take_due(self, step: int) -> NonFiniteError | None:
+        """Return the one that is to be raised in this step, if there is one, and keep it no longer."""
+        is_due = self._of_steps and self._of_steps[0][0] <= step - LATE
+        return self._of_steps.popleft()[1] if is_due else None
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._of_steps.clear()
 
 
 @dataclass

@@ -266,6 +266,13 @@ def _in_turn(turn, demand, room):
     return begin, tl.where(over, tl.maximum(begin + room - demand, 0), 0)
 
 
+@triton.jit
+def _slot_of(rank, begin, wrapped, room):
+    """Whether what has these ranks has room then, and its slot: the order stays."""
+    late = rank >= begin
+    return (rank < wrapped) | (late & (rank - begin < room)), tl.where(late, rank - begin + wrapped, rank)
+
+
 @_kernel("numel")
 def _find(
     grad, held, acc, threshold, turn, starts, scale, first, place, value, count, bad, groups, numel,
@@ -297,9 +304,8 @@ def _find(
     slot = tl.cumsum(hits, 0) - 1
     if found > ROOM:
         begin, wrapped = _in_turn(tl.load(turn), found, ROOM)
-        late = slot >= begin
-        hit = hit & ((slot < wrapped) | (late & (slot - begin < ROOM)))
-        slot = tl.where(late, slot - begin + wrapped, slot).to(tl.int32)
+        fits, turned = _slot_of(slot, begin, wrapped, ROOM)
+        hit, slot = hit & fits, turned.to(tl.int32)
     slots = tile.to(tl.int64) * ROOM + slot
     tl.store(place + slots, local, hit)
     tl.store(value + slots, x, hit)
@@ -405,11 +411,9 @@ def _send(
             slot = done + tl.arange(0, SLOTS)[None, :]
             there = slot < held[:, None]
             index = tile[:, None] * TILE + tl.load(place + row + slot, there, other=0)
-            rank = first + slot
-            late = rank >= begin
-            fits = (rank < wrapped) | (late & (rank - begin < capacity))
+            fits, turned = _slot_of(first + slot, begin, wrapped, capacity)
             fits = there & (index >= low_cut) & (index < high_cut) & fits
-            to = block + tl.where(late, rank - begin + wrapped, rank)
+            to = block + turned
             tl.store(to, (index - low_cut).to(tl.int32), fits)
             tl.store(to + capacity, tl.load(value + row + slot, there, other=0.0).to(tl.int32, bitcast=True), fits)
             done += SLOTS
