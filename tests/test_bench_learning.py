@@ -10,12 +10,13 @@ import torch
 from bench.learning import settings
 from bench.learning.__main__ import main
 from bench.learning.experiment import Record
-from bench.learning.learner import Learner, Optimizer, Rates
+from bench.learning.learner import FlatAdam, FlatSgd, Learner, Rates
 from bench.learning.mechanisms import Exchange, Layout
 from bench.learning.recognition import Recognition
 from bench.learning.settings import CATALOGUE, Setting, parse, read_settings
 from bench.learning.speech import Recordings, Speech
 from bench.learning.tables import figures_of
+from bench.learning.workload import AdamW
 from oktopk import Comm, run_local
 from oktopk.errors import SettingError
 from oktopk.train.config import make_config
@@ -161,6 +162,31 @@ def test_age_lets_nothing_wait_for_ever():
     assert longest_wait("age-2") < longest_wait("magnitude-1")
 
 
+def row_rms(step: int) -> torch.Tensor:
+    """Return the rms of each row of the large tensors over all ranks' gradients."""
+    squares = sum(gradient(rank, step).square() for rank in range(RANKS))[: LAYOUT.large] / RANKS
+    return torch.cat([row.mean().sqrt().expand(len(row)) for row in squares.split(LAYOUT.groups("row"))])
+
+
+def test_scales_of_the_gradient_do_not_grow_with_what_waits():
+    spec = "density=0.01+scale_over=row+scale_of=grad+scale_power=0.5+scale_every=1"
+    done = exchanged(parse(spec))
+    for exchange, _ in done:
+        close(exchange.weights.scale_weight, row_rms(STEPS - 1) ** -0.5)
+    pending = sum(exchange.residual.held for exchange, _ in done) / RANKS
+    close(sum(done[0][1])[: LAYOUT.large] + pending, sum(map(mean_gradient, range(STEPS)))[: LAYOUT.large])
+
+
+@pytest.mark.parametrize("ranking", ["scaled", "magnitude"])
+def test_unpacked_indices_change_the_bytes_and_nothing_else(ranking):
+    packed = exchanged(parse(f"library+ranking={ranking}"))
+    plain = exchanged(parse(f"library+ranking={ranking}+packed=no"))
+    for (exchange, trained), (other, same) in zip(packed, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(trained, same, strict=True))
+        assert torch.equal(exchange.residual.held, other.residual.held)
+        assert exchange.take_sent_bytes() < other.take_sent_bytes()
+
+
 def test_the_dense_steps_send_what_a_ring_does():
     def sent(comm):
         exchange = Exchange(parse("dense"), comm, LAYOUT)
@@ -187,12 +213,34 @@ def test_replicas_have_the_weights_of_the_net_and_statistics_of_their_own():
 def test_the_optimizer_is_torchs(nesterov):
     weight = torch.nn.Parameter(torch.zeros(50))
     theirs = torch.optim.SGD([weight], lr=0.1, momentum=0.9, nesterov=nesterov)
-    ours, mine = Optimizer(50, torch.device("cpu")), torch.zeros(50)
+    ours, mine = FlatSgd(50, torch.device("cpu")), torch.zeros(50)
     for step in range(5):
         weight.grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
         mine -= 0.1 * ours.direction(weight.grad, Rates(0.1, 0.9, nesterov, 0.0))
         theirs.step()
     torch.testing.assert_close(mine, weight.detach())
+
+
+def test_adam_is_torchs_and_goes_on_from_what_was_saved():
+    weight = torch.nn.Parameter(torch.zeros(50))
+    theirs = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    usual = AdamW(0.9, 0.95, 0.0, 0.0)
+    ours, mine = FlatAdam(usual, 50, torch.device("cpu")), torch.zeros(50)
+    for step in range(5):
+        weight.grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
+        theirs.param_groups[0]["betas"] = (0.9 if step < 3 else 0.5, 0.95)  # as a setting changes it at the switch
+        again = FlatAdam(usual, 50, torch.device("cpu"))
+        again.load_state_dict(ours.state_dict())
+        ours = again
+        mine -= 0.1 * ours.direction(weight.grad, Rates(0.1, 0.9 if step < 3 else 0.5, False, 0.0))
+        theirs.step()
+    torch.testing.assert_close(mine, weight.detach())
+
+
+def test_adam_refuses_what_only_sgd_is_tried_with():
+    ours = FlatAdam(AdamW(0.9, 0.95, 0.0, 0.0), 3, torch.device("cpu"))
+    with pytest.raises(SettingError, match="without nesterov"):
+        ours.direction(torch.ones(3), Rates(0.1, 0.9, False, 0.0, lazy=True))
 
 
 def test_a_spec_changes_a_setting_of_the_catalogue(tmp_path):

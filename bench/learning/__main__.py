@@ -3,12 +3,13 @@
     python -m bench.learning --recipe an4 --data-dir data/an4 --pack an4.pt
     python -m bench.learning --recipe an4 --corpus an4.pt --device cuda --jobs 8 --settings dense,ef21m --out DIR
     python -m bench.learning --recipe fashion --data-dir /usr/share/datasets/fashion-mnist --settings dense,scaled-1
+    python -m bench.learning --recipe gpt --corpus python.pt --device cuda --settings dense,library
     python -m bench.learning --report --out DIR
 
 Trains with each setting on the same order of the data and from the same weights, and says what each took to reach given
-training losses and WERs, or errors. Workers are virtual: their gradients are computed one after the other, the
-exchanges are the library's, on threads. Every training is one line of DIR/runs.jsonl as soon as it ends; what is there
-already is not made again, unless time was up.
+training losses and WERs, errors, or nats a byte. Workers are virtual: their gradients are computed one after the other,
+the exchanges are the library's, on threads. Every training is one line of DIR/runs.jsonl as soon as it ends; what is
+there already is not made again, unless time was up.
 """
 
 from __future__ import annotations
@@ -28,17 +29,29 @@ import torch
 from bench.learning import plots, tables
 from bench.learning.classification import fashion
 from bench.learning.experiment import OUT_OF_TIME, Task, run_all
-from bench.learning.recognition import recipe_of
+from bench.learning.language import gpt
 from bench.learning.settings import CATALOGUE, Setting, read_settings
 from bench.learning.workload import METRICS, Asked, Recipe
 from oktopk.bench.provenance import provenance
 from oktopk.train.config import parse_pairs
 
 RUNS = "runs.jsonl"
+
+
+def _speech(name: str, **ours: Any) -> Callable[[Asked], Recipe]:
+    def make(asked: Asked) -> Recipe:
+        from bench.learning.recognition import recipe_of  # wants jiwer and soundfile, as no other recipe does
+
+        return recipe_of(name, **ours)(asked)
+
+    return make
+
+
 RECIPES: dict[str, Callable[[Asked], Recipe]] = {
-    "an4": recipe_of("lstman4", dataset="an4", batch_size=16),
-    "an4-small": recipe_of("an4-small"),
+    "an4": _speech("lstman4", dataset="an4", batch_size=16),
+    "an4-small": _speech("an4-small"),
     "fashion": fashion,
+    "gpt": gpt,
 }
 
 
@@ -78,8 +91,9 @@ def _train(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def _task(args: argparse.Namespace, recipe: Recipe, setting: Setting, folder: Path) -> Task:
-    if args.dense_steps is not None and setting.dense_steps == Setting.dense_steps:
-        setting = replace(setting, dense_steps=args.dense_steps)
+    if setting.dense_steps == Setting.dense_steps:
+        dense_steps = recipe.dense_steps if args.dense_steps is None else args.dense_steps
+        setting = replace(setting, dense_steps=dense_steps)
     return Task(
         recipe=recipe,
         setting=setting,
@@ -145,23 +159,38 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--settings", default="dense,scaled-1", help="specs NAME[+field=value...], by comma; or a file, one a line")
     add("--list", action="store_true", help="show the catalogue of settings")
     add("--seeds", type=_integers, default=[1], help="1,2: each setting with each")
-    add("--steps", type=int, help="default: the recipe's, 560 for speech, 1500 for fashion")
-    add("--dense-steps", type=int, help="before the switch, where a setting does not say otherwise")
+    add("--steps", type=int, help="default: the recipe's, 560 for speech, 1500 for fashion, 500 for gpt")
+    add(
+        "--dense-steps",
+        type=int,
+        help="before the switch, where a setting does not say otherwise; default: 128, 100 for gpt",
+    )
     add("--workers", type=int, help="default: 4, or the recipe's")
-    add("--batch", type=int, help="of a worker in a step; default: the recipe's, 16 for an4, 32 for fashion")
+    add("--batch", type=int, help="of a worker in a step; default: the recipe's, 16 for an4 and gpt, 32 for fashion")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe's settings; repeatable")
     add("--device", default="cpu")
     add("--jobs", type=int, default=1, help="trainings beside each other, each in its own process")
     add("--threads", type=int, default=1, help="of torch, in each")
     add("--limit-s", type=float, default=0.0, help="trainings that run then end with what they have")
-    add("--evaluate-every", type=int, default=2, help="epochs; for fashion, times 50 steps")
+    add("--evaluate-every", type=int, default=2, help="epochs; for fashion and gpt, times 50 steps")
     add("--corpus", type=Path, help="a packed corpus")
-    add("--data-dir", type=Path, help="a folder with manifests, or with idx files")
+    add("--data-dir", type=Path, help="a folder with manifests, with idx files, or with *.py")
     add("--pack", type=Path, help="write the corpus to this file, and nothing else")
     add("--scratch", type=Path, help="where the dense steps that settings share are kept; default: forgotten")
     add("--out", type=Path, default=Path("runs/learning"))
-    add("--losses", type=_numbers, help="of training, to reach; default: 10,5 for speech, 0.3,0.15 for fashion")
-    add("--wers", "--errors", type=_numbers, dest="goals", help="default: WERs 0.8,0.7; errors 0.1,0.07")
+    add(
+        "--losses",
+        type=_numbers,
+        help="of training, to reach; default: 10,5 for speech, 0.3,0.15 for fashion, 1.6,1.3 for gpt",
+    )
+    add(
+        "--wers",
+        "--errors",
+        "--nats",
+        type=_numbers,
+        dest="goals",
+        help="default: WERs 0.8,0.7; errors 0.1,0.07; nats 1.6,1.3",
+    )
     add("--compute-s", type=float, default=0.0, help="of a worker's step, for simulated times; default: measured")
     add("--report", action="store_true", help="train nothing, report what is in the folder")
     add("--no-report", action="store_true", help="train only: neither rich nor matplotlib is wanted")

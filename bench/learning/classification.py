@@ -7,7 +7,7 @@ layers; batch normalisation after each layer but the last. 3.5 M parameters at t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bench.learning.images import Images
-from bench.learning.workload import Asked, Sgd
-from oktopk.errors import SettingError, one_of, within
+from bench.learning.workload import Asked, Sgd, changed
+from oktopk.errors import SettingError, within
 
 METRIC = "error"
 TEST_BATCH = 1000
@@ -50,6 +50,7 @@ class ImageRecipe:
 
     data: ClassVar[str] = "fashion-mnist"
     metric: ClassVar[str] = METRIC
+    dense_steps: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
         for name in ("width", "batch_size", "steps", "workers"):
@@ -77,7 +78,7 @@ class Classification:
 
     def __init__(self, recipe: ImageRecipe, images: Images, workers: int, device: torch.device) -> None:
         self.recipe, self.device, self.num_train = recipe, device, images.num_train
-        self.sgd = Sgd(recipe.momentum, recipe.nesterov, recipe.clip)
+        self.optimizer = Sgd(recipe.momentum, recipe.nesterov, recipe.clip)
         self._pixels, self._labels = images.pixels.to(device), images.labels.to(device)
         self._num_classes, self._side = images.num_classes, tuple(images.pixels.shape[1:])
         train = self._pixels[: self.num_train].float()
@@ -155,18 +156,7 @@ def fashion(asked: Asked) -> ImageRecipe:
     """Return the recipe with what is asked for."""
     given: dict[str, Any] = {"batch_size": asked.batch, "steps": asked.steps}
     given["data_dir"] = str(asked.data_dir) if asked.data_dir else ""
-    known = {each.name: type(each.default) for each in fields(ImageRecipe)}
-    changes = {
-        one_of("setting of the images", name, known): _read(name, known[name], text) for name, text in asked.pairs
-    }
-    return ImageRecipe(**{name: value for name, value in (given | changes).items() if value is not None})
-
-
-def _read(name: str, kind: type, text: str) -> Any:
-    try:
-        return text == "yes" if kind is bool else kind(text)
-    except ValueError:
-        raise SettingError(f"{name} wants a {kind.__name__}, not {text!r}") from None
+    return changed(ImageRecipe(), given, asked.pairs)
 
 
 @lru_cache(maxsize=1)

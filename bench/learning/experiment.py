@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.learning.learner import Learner, Rates
+from bench.learning.learner import Learner, Optimizer, Rates
 from bench.learning.mechanisms import Exchange
 from bench.learning.settings import Setting
 from bench.learning.workload import METRICS, Recipe, Workload
@@ -149,9 +149,9 @@ class Training:
 
     def _rank(self, comm: Comm) -> None:
         """Be one rank: compute a gradient and exchange it. Rank 0 also makes the update."""
-        sgd, learner, rank = self.workload.sgd, self.learner, comm.rank
+        usual, learner, rank = self.workload.optimizer, self.learner, comm.rank
         exchange = Exchange(
-            self.task.setting, comm, learner.layout, device=self.device, clip=sgd.clip, momentum=sgd.momentum
+            self.task.setting, comm, learner.layout, device=self.device, clip=usual.clip, momentum=usual.momentum
         )
         for step in range(self.first, self.task.steps):
             start = time.perf_counter()
@@ -161,7 +161,7 @@ class Training:
             if not all(map(math.isfinite, self._losses)):
                 self.record.ended = f"diverged at step {step}"
                 return
-            mean = _exchanged(exchange, learner.grads[rank], step, learner.optimizer.buffer)
+            mean = _exchanged(exchange, learner.grads[rank], step, learner.optimizer)
             self._sent[rank] = exchange.take_sent_bytes()
             _meet(comm)
             if rank == 0:
@@ -177,7 +177,7 @@ class Training:
         if step == self.task.setting.dense_steps:
             self.learner.optimizer.buffer *= self.task.setting.buffer
         workload = self.workload
-        norm = self.learner.update(mean, Rates.at(workload.lr_at(step), workload.sgd, self.task.setting, step))
+        norm = self.learner.update(mean, Rates.at(workload.lr_at(step), workload.optimizer, self.task.setting, step))
         norms = torch.stack([norm, exchange.residual.held.norm()]).tolist()
         record = self.record
         record.loss.append(sum(self._losses) / len(self._losses))
@@ -192,12 +192,12 @@ class Training:
             record.ended = f"{OUT_OF_TIME} after step {step}"
 
 
-def _exchanged(exchange: Exchange, grad: Tensor, step: int, buffer: Tensor) -> Tensor:
+def _exchanged(exchange: Exchange, grad: Tensor, step: int, optimizer: Optimizer) -> Tensor:
     setting = exchange.setting
     if setting.is_dense or step < setting.dense_steps:
         return exchange.dense(grad)
     if exchange.sparse_step == 0:
-        exchange.begin(buffer)
+        exchange.begin(optimizer.velocity)
     return exchange.sparse(grad)
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bench.learning.mechanisms import Layout
 from bench.learning.settings import FROM_RECIPE, Setting
-from bench.learning.workload import Sgd, Workload
+from bench.learning.workload import AdamW, Sgd, Workload
 from oktopk.ddp import small_or_vector
+from oktopk.errors import SettingError
 
 
 class Learner:
@@ -37,7 +38,9 @@ class Learner:
         self.replicas = [self.net, *(_replica(self.net) for _ in range(1, workers))]
         self.grads = torch.zeros(workers, self.layout.numel, device=device)
         self.streams = [_stream(device) for _ in self.replicas]
-        self.optimizer = Optimizer(self.layout.numel, device)
+        usual = workload.optimizer
+        self.weight_decay = usual.weight_decay if isinstance(usual, AdamW) else 0.0
+        self.optimizer = make_optimizer(usual, self.layout.numel, device)
 
     def fill_gradient(self, worker: int, step: int) -> float:
         """Write a worker's gradient into its row of `grads`; return its loss, once all that is done."""
@@ -59,6 +62,9 @@ class Learner:
         direction = self.optimizer.direction(grad, rates)
         parts = torch.split(direction, [parameter.numel() for parameter in self.parameters])
         shaped = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+        if self.weight_decay:
+            matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
+            torch._foreach_mul_(matrices, 1 - rates.lr * self.weight_decay)
         torch._foreach_add_(self.parameters, shaped, alpha=-rates.lr)
         return norm
 
@@ -69,12 +75,12 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another learner needs to go on from here."""
-        return {"net": self.net.state_dict(), "buffer": self.optimizer.buffer}
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from there."""
         self.net.load_state_dict(saved["net"])
-        self.optimizer.buffer.copy_(saved["buffer"])
+        self.optimizer.load_state_dict(saved["optimizer"])
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -102,9 +108,9 @@ class Rates:
     lazy: bool = False
 
     @staticmethod
-    def at(lr: float, sgd: Sgd, setting: Setting, step: int) -> Rates:
-        """Return the recipe's figures, `lr` and `sgd`, before the switch, and the setting's after it."""
-        usual = Rates(lr, sgd.momentum, sgd.nesterov, sgd.clip)
+    def at(lr: float, optimizer: Sgd | AdamW, setting: Setting, step: int) -> Rates:
+        """Return the recipe's figures, `lr` and `optimizer`, before the switch, and the setting's after it."""
+        usual = Rates(lr, optimizer.momentum, optimizer.nesterov, optimizer.clip)
         since = step - setting.dense_steps
         if since < 0:
             return usual
@@ -123,11 +129,85 @@ def _or(value: float, usual: float) -> float:
     return usual if value == FROM_RECIPE else value
 
 
-class Optimizer:
+class Optimizer(Protocol):
+    """Makes a direction of a flat gradient; `buffer` is its momentum."""
+
+    buffer: Tensor
+
+    @property
+    def velocity(self) -> Tensor:
+        """The momentum as a sum of gradients, the older the less: as SGD has it."""
+        ...
+
+    def direction(self, grad: Tensor, rates: Rates) -> Tensor:
+        """Return what is subtracted, but for the learning rate; the state moves on."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what another needs to go on from here."""
+        ...
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        ...
+
+
+def make_optimizer(usual: Sgd | AdamW, numel: int, device: torch.device) -> Optimizer:
+    """Return the recipe's optimizer, for vectors of a length."""
+    return FlatAdam(usual, numel, device) if isinstance(usual, AdamW) else FlatSgd(numel, device)
+
+
+class FlatAdam:
+    """Adam as torch has it, on one flat vector; what makes it AdamW is the learner's, who has the weights."""
+
+    def __init__(self, usual: AdamW, numel: int, device: torch.device) -> None:
+        self.usual, self.steps = usual, torch.zeros((), dtype=torch.int64)
+        self.buffer, self.squares = torch.zeros(2, numel, device=device)
+
+    @property
+    def velocity(self) -> Tensor:
+        """The first moment is an average, a sum times 1 - momentum."""
+        return self.buffer / (1 - self.usual.momentum)
+
+    def direction(self, grad: Tensor, rates: Rates) -> Tensor:
+        """Return what is subtracted, but for the learning rate; the moments move on."""
+        if rates.nesterov or rates.quasi or rates.lazy:
+            raise SettingError("AdamW is tried without nesterov, quasi and lazy: leave them out of the setting")
+        self.steps += 1
+        steps, momentum, beta2 = int(self.steps), rates.momentum, self.usual.beta2
+        self.buffer.lerp_(grad, 1 - momentum)
+        self.squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        deviation = (self.squares / (1 - beta2**steps)).sqrt_().add_(self.usual.eps)
+        return (self.buffer / (1 - momentum**steps)).div_(deviation)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return both moments, and how many steps they are of."""
+        return {"buffer": self.buffer, "squares": self.squares, "steps": self.steps}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        for name, own in self.state_dict().items():
+            own.copy_(saved[name])
+
+
+class FlatSgd:
     """SGD as torch has it, on one flat vector, with what is tried besides."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.buffer = torch.zeros(numel, device=device)
+
+    @property
+    def velocity(self) -> Tensor:
+        """The buffer is that sum."""
+        return self.buffer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the buffer."""
+        return {"buffer": self.buffer}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        self.buffer.copy_(saved["buffer"])
 
     def direction(self, grad: Tensor, rates: Rates) -> Tensor:
         """Return what is subtracted, but for the learning rate; the buffer moves on."""

@@ -129,7 +129,7 @@ class Exchange:
         """Return where something is delivered, and its mean over ranks."""
         acc = self.residual.accumulate_(change, decay=self.setting.decay)
         verdict = Verdict.on(self.residual.nonfinite_at)
-        weight = None if self.weights is None else self.weights.of(acc, self.comm)
+        weight = None if self.weights is None else self.weights.of(acc, change, self.comm)
         ranked = acc if weight is None else acc * weight
         made = [self._reduce(part, ranked, weight, verdict) for part in self.parts]
         index, value = torch.cat([each.index for each in made]), torch.cat([each.value for each in made])
@@ -206,7 +206,11 @@ def _clipped(grad: Tensor, limit: float) -> Tensor:
 
 
 class Weights:
-    """What |acc| is multiplied by to be ranked, the same on all ranks: 1 / rms of its group, more with its age."""
+    """What |acc| is multiplied by to be ranked, the same on all ranks: a power of 1 / rms of its group, more with age.
+
+    The rms is of acc, or of what this step adds to it: acc is larger where much waits, and what waits would lower the
+    weight that lets it go.
+    """
 
     def __init__(self, setting: Setting, layout: Layout, device: torch.device) -> None:
         self.setting, self.step = setting, 0
@@ -215,19 +219,20 @@ class Weights:
         self.scale_weight: Tensor | None = None
         self.age = torch.zeros(layout.large, device=device) if setting.age_power else None
 
-    def of(self, acc: Tensor, comm: Comm) -> Tensor:
-        """Return the weight of each element."""
+    def of(self, acc: Tensor, change: Tensor, comm: Comm) -> Tensor:
+        """Return the weight of each element of acc, to which this step adds `change`."""
         setting = self.setting
         if self.scale_weight is None or (setting.scale_over and self.step % setting.scale_every == 0):
-            self.scale_weight = self._rescaled(acc, comm).reciprocal().repeat_interleave(self.lengths)
+            scale = self._rescaled(acc if setting.scale_of == "acc" else change, comm)
+            self.scale_weight = scale.pow(-setting.scale_power).repeat_interleave(self.lengths)
         self.step += 1
         if self.age is None:
             return self.scale_weight
         return self.scale_weight * (1 + self.age / setting.age_steps) ** setting.age_power
 
-    def _rescaled(self, acc: Tensor, comm: Comm) -> Tensor:
+    def _rescaled(self, vector: Tensor, comm: Comm) -> Tensor:
         """Return the rms of each group over all ranks; a silent one gets that of the whole."""
-        new = torch.segment_reduce(acc.square(), "mean", lengths=self.lengths)
+        new = torch.segment_reduce(vector.square(), "mean", lengths=self.lengths)
         new = comm.all_reduce(new) / comm.size
         memory = self.setting.scale_memory if self.step else 0.0
         self.mean_squares = memory * self.mean_squares + (1 - memory) * new

@@ -32,6 +32,7 @@ class SpeechRecipe:
     workers: int = WORKERS
 
     metric: ClassVar[str] = METRIC
+    dense_steps: ClassVar[int] = 128
 
     @property
     def seed(self) -> int:
@@ -73,7 +74,7 @@ class Recognition:
     def __init__(self, config: Config, speech: Speech, device: torch.device) -> None:
         self.config, self.speech, self.device = config, speech, device
         self.window = speech.steps_per_epoch
-        self.sgd = Sgd(config.momentum, config.nesterov, config.clip)
+        self.optimizer = Sgd(config.momentum, config.nesterov, config.clip)
 
     def make_net(self) -> nn.Module:
         """Return the trainer's net."""

@@ -10,10 +10,27 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from oktopk import ALGORITHMS, Algorithm, make_algorithm
+from oktopk import ALGORITHMS, Algorithm, OkTopk, make_algorithm
 from oktopk.errors import SettingError, one_of
+from oktopk.packing import PLAIN
+from oktopk.wire import Codec
 
 FROM_RECIPE = -1.0
+
+
+class _PlainIndices(Codec):
+    """Values as the wire has them, indices as they are."""
+
+    def _width(self, capacity: int) -> int:  # noqa: ARG002
+        return PLAIN
+
+
+class _Unpacked(OkTopk):
+    """Ok-Topk without the packing of indices, which has no kernel for a GPU here; the same values arrive."""
+
+    def codec(self, numel: int) -> Codec:
+        """Return how pairs travel."""
+        return _PlainIndices(numel, super().codec(numel).wire)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +40,8 @@ class Setting:
     algorithm       of the sparse steps; dense goes on dense
     density, ranking, wire, slack, mode    of the algorithm, where it has them; so is `rescale_every`
     ramp            densities before the last one, each with its steps: "0.25x14 0.05x14"
+    packed          no: indices travel as they are on every wire; the same values arrive, for more bytes and, on a GPU,
+                    in less time
     parts           whole: one exchange; tensor: one for each parameter tensor, k spread by its size
 
     lr_scale        times the recipe's learning rate; over `rewarm` steps it rises to that from nothing
@@ -44,6 +63,8 @@ class Setting:
 
     scale_over      what has a scale of its own in weighted ranking: tensor, row, or the length of a block; all ranks
                     agree on these; "": the algorithm ranks by itself, by rows, by each rank's own scales (bounded)
+    scale_of        what they are the rms of: acc, gradient + residual; grad, what this step adds to it
+    scale_power     |acc| is ranked over its scale to this power: 0 would be by magnitude
     scale_every     steps between updates of these scales
     scale_memory    of their squares: 0 takes the last ones, 0.9 a running average
     age_power       ranking is weighted by (1 + age / age_steps) ** age_power, age counting since the last delivery
@@ -59,6 +80,7 @@ class Setting:
     mode: str = "bounded"
     dense_steps: int = 128
     ramp: str = ""
+    packed: bool = True
     parts: str = "whole"
 
     lr_scale: float = 1.0
@@ -82,6 +104,8 @@ class Setting:
     ceiling: float = 0.0
 
     scale_over: str = ""
+    scale_of: str = "acc"
+    scale_power: float = 1.0
     scale_every: int = 16
     scale_memory: float = 0.0
     age_power: float = 0.0
@@ -90,6 +114,7 @@ class Setting:
     def __post_init__(self) -> None:
         one_of("algorithm", self.algorithm, ALGORITHMS)
         one_of("parts", self.parts, ("whole", "tensor"))
+        one_of("scale_of", self.scale_of, ("acc", "grad"))
         one_of("late", self.late, ("sum", "drop", "keep"))
         if not (self.scale_over in ("", "tensor", "row") or self.scale_over.isdigit()):
             raise SettingError(f"scale_over wants tensor, row or a length, not {self.scale_over!r}")
@@ -113,7 +138,10 @@ class Setting:
         values |= {"wire": self.wire, "slack": self.slack, "rescale_every": self.rescale_every}
         if self.is_weighted:
             values["ranking"] = "magnitude"
-        return make_algorithm(self.algorithm, **{name: value for name, value in values.items() if name in known})
+        values = {name: value for name, value in values.items() if name in known}
+        if not self.packed and self.algorithm == "oktopk":
+            return _Unpacked(**values)
+        return make_algorithm(self.algorithm, **values)
 
     def density_at(self, sparse_step: int) -> float:
         """Return the density of a sparse step.
@@ -137,13 +165,28 @@ KEEP_M5 = "momentum=0.5+lr_scale=5"
 EF21M = "scaled-1+ef21=0.1+momentum=0+nesterov=0+lr_scale=10"
 """The average that EF21-SGDM delivers is the momentum: 1 - eta stands for 0.9, and SGD's buffer is 1 / eta averages."""
 
+GRAD = "scale_of=grad+scale_every=4+scale_memory=0.9"
+"""A running average over some 40 steps."""
+
 DGC = "scaled-1+local_momentum=0.9+momentum=0+nesterov=0"
 
-# "default" is the library's defaults with the trainer's momentum. "scaled" is the algorithm's own ranking, by rows; in
-# the runs of 2026-11-16 it was by tensors, anew every 64 steps: "scale-tensor" comes near that.
+# "library" is the library's defaults, the optimizer as its user has it; "default" is that with the trainer's momentum.
+# "scaled" is the algorithm's own ranking, by rows; in the runs of 2026-11-16 it was by tensors, anew every 64 steps:
+# "scale-tensor" comes near that.
 CATALOGUE: dict[str, str] = {
     "dense": "algorithm=dense",
-    "default": f"density=0.03+wire=auto+{KEEP_M5}",
+    "library": "density=0.03+wire=auto",
+    "default": f"library+{KEEP_M5}",
+    "magnitude": "library+ranking=magnitude",
+    "default-magnitude": f"magnitude+{KEEP_M5}",
+    "grad-row-1": f"library+scale_over=row+{GRAD}",
+    "grad-row-0.5": "grad-row-1+scale_power=0.5",
+    "grad-row-0.25": "grad-row-1+scale_power=0.25",
+    "grad-tensor-1": f"library+scale_over=tensor+{GRAD}",
+    "grad-tensor-0.5": "grad-tensor-1+scale_power=0.5",
+    "default-grad-row-1": f"grad-row-1+{KEEP_M5}",
+    "default-grad-row-0.5": f"grad-row-0.5+{KEEP_M5}",
+    "default-grad-row-0.25": f"grad-row-0.25+{KEEP_M5}",
     "dense-m0": f"dense+{KEEP_M0}",
     "dense-no-nesterov": "dense+nesterov=0",
     "magnitude-1": "ranking=magnitude",

@@ -1,5 +1,5 @@
 """What an experiment wants from a workload, and nothing of what it is: speech (`recognition.py`), images
-(`classification.py`).
+(`classification.py`), text (`language.py`).
 
     Recipe      a frozen value that says what is learned and how dense learns it; it travels to the processes that train
     Workload    a recipe with its data on a device: nets, losses of batches, evaluations
@@ -9,12 +9,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from oktopk.errors import SettingError, one_of
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Metric:
 METRICS = {
     "wer": Metric("WER", goals=(0.8, 0.7), losses=(10.0, 5.0)),
     "error": Metric("error", goals=(0.1, 0.07), losses=(0.3, 0.15)),
+    "nats": Metric("nats a byte", goals=(1.6, 1.3), losses=(1.6, 1.3)),
 }
 """By the name that an evaluation has them under."""
 
@@ -42,6 +47,19 @@ class Sgd:
     clip: float
 
 
+@dataclass(frozen=True)
+class AdamW:
+    """The same, of one that has a variance for each element; `momentum` is its first beta."""
+
+    momentum: float
+    beta2: float
+    weight_decay: float
+    clip: float
+    eps: float = 1e-8
+
+    nesterov: ClassVar[bool] = False
+
+
 class Workload(Protocol):
     """A net to train and its data, on a device, for a number of workers. All of it follows from the recipe's seed.
 
@@ -51,7 +69,11 @@ class Workload(Protocol):
 
     metric: str
     window: int
-    sgd: Sgd
+
+    @property
+    def optimizer(self) -> Sgd | AdamW:
+        """The recipe's, but for its learning rate."""
+        ...
 
     def make_net(self) -> nn.Module:
         """Return the net with its first weights, on the device; torch's generator is seeded for it."""
@@ -81,6 +103,11 @@ class Recipe(Protocol):
     @property
     def steps(self) -> int:
         """How long a training is."""
+        ...
+
+    @property
+    def dense_steps(self) -> int:
+        """How many of them are dense, where neither a setting nor the command line says otherwise."""
         ...
 
     @property
@@ -120,3 +147,17 @@ class Asked:
     batch: int | None = None
     steps: int | None = None
     pairs: Sequence[tuple[str, str]] = ()
+
+
+def changed(recipe: R, given: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> R:
+    """Return the recipe, a dataclass of plain fields, with what is given and not None, and with what `--set` says."""
+    known = {each.name: type(each.default) for each in fields(recipe)}  # type: ignore[arg-type]
+    changes = {one_of("setting of the recipe", name, known): _read(name, known[name], text) for name, text in pairs}
+    return replace(recipe, **{name: value for name, value in (given | changes).items() if value is not None})  # type: ignore[type-var]
+
+
+def _read(name: str, kind: type, text: str) -> Any:
+    try:
+        return text == "yes" if kind is bool else kind(text)
+    except ValueError:
+        raise SettingError(f"{name} wants a {kind.__name__}, not {text!r}") from None
