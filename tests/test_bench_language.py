@@ -104,7 +104,7 @@ def test_text_learns_as_speech_does(tmp_path, capsys):
     arguments = ["--recipe", "gpt", "--workers", "2", "--batch", "4", "--steps", "40", "--dense-steps", "10"]
     arguments += [word for size in [*sizes, "warmup=5"] for word in ("--set", size)]
     main([*arguments, "--data-dir", str(folder), "--pack", f"{tmp_path}/packed.pt"])
-    arguments += ["--settings", "dense,magnitude,grad-row-0.25+momentum=0.5+packed=no", "--evaluate-every", "1000"]
+    arguments += ["--settings", "dense,library,grad-row-0.25+momentum=0.5+packed=no", "--evaluate-every", "1000"]
     arguments += ["--corpus", f"{tmp_path}/packed.pt", "--out", f"{tmp_path}/out"]
     result = main([*arguments, "--nats", "5,1"])
     said = capsys.readouterr()
@@ -112,7 +112,7 @@ def test_text_learns_as_speech_does(tmp_path, capsys):
     assert "nats a byte 5" in said.out
     rows = {row["name"]: row for row in result["rows"]}
     assert all(row["nats"] < 4.0 for row in rows.values())
-    assert rows["magnitude"]["times_fewer_bytes"] > 2
+    assert rows["library"]["times_fewer_bytes"] > 2
     losses = [json.loads(line)["curves"]["loss"] for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
     assert losses[0][:11] == losses[1][:11] == losses[2][:11]  # one trunk, moments of AdamW and all
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.learning.emulated import Emulated
 from bench.learning.learner import Learner, Optimizer, Rates
 from bench.learning.mechanisms import Exchange
 from bench.learning.settings import Setting
@@ -128,6 +129,9 @@ class Training:
         self.learner = Learner(self.workload, task.workers, self.device)
         self.record, self.first = Record(), 0
         self._losses, self._sent = [0.0] * task.workers, [0] * task.workers
+        self._emulated = (
+            Emulated(task.setting, self.learner.layout, task.workers, self.device) if task.setting.emulated else None
+        )
 
     def save(self, path: Path) -> None:
         """Write where this training is."""
@@ -161,7 +165,10 @@ class Training:
             if not all(map(math.isfinite, self._losses)):
                 self.record.ended = f"diverged at step {step}"
                 return
-            mean = _exchanged(exchange, learner.grads[rank], step, learner.optimizer)
+            if self._emulated is None or step < self.task.setting.dense_steps:
+                mean = _exchanged(exchange, learner.grads[rank], step, learner.optimizer)
+            elif rank == 0:
+                mean = self._emulated.sparse(learner.grads)
             self._sent[rank] = exchange.take_sent_bytes()
             _meet(comm)
             if rank == 0:
@@ -178,7 +185,8 @@ class Training:
             self.learner.optimizer.buffer *= self.task.setting.buffer
         workload = self.workload
         norm = self.learner.update(mean, Rates.at(workload.lr_at(step), workload.optimizer, self.task.setting, step))
-        norms = torch.stack([norm, exchange.residual.held.norm()]).tolist()
+        held = exchange.residual.held if self._emulated is None else self._emulated.held[0]
+        norms = torch.stack([norm, held.norm()]).tolist()
         record = self.record
         record.loss.append(sum(self._losses) / len(self._losses))
         record.sent_bytes.append(max(self._sent))
@@ -230,9 +238,11 @@ def _result(training: Training, seconds: float) -> dict[str, Any]:
     }
 
 
-def _short(value: float) -> float:
-    """Return the number with six digits: curves are long."""
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+def _short(value: float) -> float | None:
+    """Return the number with six digits: curves are long; None where it is not finite, for which JSON has no word."""
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Text, continued byte by byte by a decoder-only transformer: the recipe `gpt`, for Python sources.
 
-Blocks of attention and an MLP of four times the width, each after an RMS normalisation and added to its input; learned
-positions; the embedding is the last layer, too. 25.6 M parameters at the default size. On a GPU the passes are in
+Blocks of attention and an MLP of four times the width, each after an RMS normalisation and added to its input; rotary
+positions. 25.4 M parameters at the default size. On a GPU the passes are in
 bfloat16 where autocast makes them so; weights, gradients and the optimizer are float32.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from bench.learning.workload import AdamW, Asked, changed
 from oktopk.errors import SettingError, within
@@ -188,25 +188,39 @@ class Gpt(nn.Module):
     """Scores [texts, length, 256] of the next byte, for bytes [texts, length].
 
     >>> sum(parameter.numel() for parameter in Gpt(8, 512, 8, 512).parameters())
-    25567744
+    25436672
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTES, width)
-        self.position = nn.Embedding(context, width)
+        self.embedding = nn.Embedding(BYTES, width)  # of size 1, so that the blocks add to it from the first step on
         self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, BYTES, bias=False)
+        self.register_buffer("turns", _rotations(context, width // heads), persistent=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:  # what is added to the stream, by twice as many as there are layers, is smaller
+            if (
+                parameter.ndim > 1 and name != "embedding.weight"
+            ):  # what is added to the stream, by twice as many as there are layers, is smaller
                 nn.init.normal_(parameter, std=0.02 / ((2 * layers) ** 0.5 if name.endswith("out.weight") else 1))
 
     def forward(self, texts: Tensor) -> Tensor:
         """Return the scores."""
-        stream = self.embedding(texts) + self.position.weight[: texts.shape[1]]
+        stream, turns = self.embedding(texts), self.turns[:, : texts.shape[1]]
         for block in self.blocks:
-            stream = block(stream)
-        return linear(self.norm(stream), self.embedding.weight)
+            stream = block(stream, turns)
+        return self.head(self.norm(stream))
+
+
+def _rotations(context: int, width: int) -> Tensor:
+    """Return the cosines and sines of rotary positions, [2, context, half of a head's width]."""
+    angles = torch.arange(context)[:, None] * 10_000.0 ** -(torch.arange(0, width, 2) / width)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def _rotated(heads: Tensor, turns: Tensor) -> Tensor:
+    """Turn pairs of a head's features by angles that grow with the position (Su et al., 2021)."""
+    (cosine, sine), (first, second) = turns, heads.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1).to(heads.dtype)
 
 
 class _Block(nn.Module):
@@ -219,9 +233,10 @@ class _Block(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, stream: Tensor) -> Tensor:
+    def forward(self, stream: Tensor, turns: Tensor) -> Tensor:
         split = self.query_key_value(self.attention_norm(stream)).unflatten(2, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)  # each [texts, heads, length, width of a head]
+        query, key = _rotated(query, turns), _rotated(key, turns)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         stream = stream + self.attention_out(attended.transpose(1, 2).flatten(2))
         return stream + self.mlp_out(gelu(self.mlp_in(self.mlp_norm(stream))))

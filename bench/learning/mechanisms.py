@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.learning.settings import Setting
 from oktopk import Algorithm, Comm
-from oktopk.algorithms.base import Verdict, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import Verdict, observe, reduce_if_fine, takes_segments
 from oktopk.comm import Metered
 from oktopk.feedback import Residual
 from oktopk.select import num_selected
@@ -146,6 +146,8 @@ class Exchange:
         if part.state is None:
             part.state = _init(algorithm, part, self.layout, self.comm)
         numel = part.high - part.low
+        if weight is None and verdict == Verdict.FINE:
+            observe(algorithm, part.state, ranked[span], self.residual.held[span])
         reduced = reduce_if_fine(algorithm, ranked[span], part.state, self.comm, verdict)
         self.selected_over_k = reduced.num_selected(numel) / num_selected(
             numel, self.setting.density_at(self.sparse_step)

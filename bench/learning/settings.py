@@ -42,6 +42,7 @@ class Setting:
     ramp            densities before the last one, each with its steps: "0.25x14 0.05x14"
     packed          no: indices travel as they are on every wire; the same values arrive, for more bytes and, on a GPU,
                     in less time
+    emulated        yes: the bounded exchange of all ranks at once, for sweeps on a GPU (`emulated.py`); no bytes count
     parts           whole: one exchange; tensor: one for each parameter tensor, k spread by its size
 
     lr_scale        times the recipe's learning rate; over `rewarm` steps it rises to that from nothing
@@ -73,7 +74,7 @@ class Setting:
     name: str
     algorithm: str = "oktopk"
     density: float = 0.01
-    ranking: str = "scaled"
+    ranking: str = "magnitude"
     wire: str = "fp32"
     slack: float = 1.25
     rescale_every: int = 16
@@ -81,6 +82,7 @@ class Setting:
     dense_steps: int = 128
     ramp: str = ""
     packed: bool = True
+    emulated: bool = False
     parts: str = "whole"
 
     lr_scale: float = 1.0
@@ -171,30 +173,30 @@ GRAD = "scale_of=grad+scale_every=4+scale_memory=0.9"
 DGC = "scaled-1+local_momentum=0.9+momentum=0+nesterov=0"
 
 # "library" is the library's defaults, the optimizer as its user has it; "default" is that with the trainer's momentum.
-# "scaled" is the algorithm's own ranking, by rows; in the runs of 2026-11-16 it was by tensors, anew every 64 steps:
-# "scale-tensor" comes near that.
+# "scaled" is the algorithm's own ranking by rows, of the gradient alone; in the runs of 2026-11-16 it was of gradient +
+# residual, by tensors or by rows: "scale-tensor" and "scale-row" come near that.
 CATALOGUE: dict[str, str] = {
     "dense": "algorithm=dense",
     "library": "density=0.03+wire=auto",
-    "default": f"library+{KEEP_M5}",
-    "magnitude": "library+ranking=magnitude",
-    "default-magnitude": f"magnitude+{KEEP_M5}",
+    "default": f"library+{KEEP_M5}+buffer=0.2",
+    "scaled": "library+ranking=scaled",
+    "default-scaled": "default+ranking=scaled",
     "grad-row-1": f"library+scale_over=row+{GRAD}",
     "grad-row-0.5": "grad-row-1+scale_power=0.5",
     "grad-row-0.25": "grad-row-1+scale_power=0.25",
     "grad-tensor-1": f"library+scale_over=tensor+{GRAD}",
     "grad-tensor-0.5": "grad-tensor-1+scale_power=0.5",
-    "default-grad-row-1": f"grad-row-1+{KEEP_M5}",
-    "default-grad-row-0.5": f"grad-row-0.5+{KEEP_M5}",
-    "default-grad-row-0.25": f"grad-row-0.25+{KEEP_M5}",
+    "default-grad-row-1": f"grad-row-1+{KEEP_M5}+buffer=0.2",
+    "default-grad-row-0.5": f"grad-row-0.5+{KEEP_M5}+buffer=0.2",
+    "default-grad-row-0.25": f"grad-row-0.25+{KEEP_M5}+buffer=0.2",
     "dense-m0": f"dense+{KEEP_M0}",
     "dense-no-nesterov": "dense+nesterov=0",
     "magnitude-1": "ranking=magnitude",
     "magnitude-2": "magnitude-1+density=0.02",
     "magnitude-3": "magnitude-1+density=0.03",
-    "scaled-1": "density=0.01",
-    "scaled-2": "density=0.02",
-    "scaled-3": "density=0.03",
+    "scaled-1": "ranking=scaled+density=0.01",
+    "scaled-2": "scaled-1+density=0.02",
+    "scaled-3": "scaled-1+density=0.03",
     "scaled-2-bf16": "scaled-2+wire=bf16",
     "scaled-2-int8": "scaled-2+wire=int8",
     "scaled-3-int8": "scaled-3+wire=int8",
