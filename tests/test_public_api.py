@@ -56,7 +56,7 @@ def test_the_settings_of_oktopk() -> None:
     assert {field.name: field.default for field in fields(oktopk.OkTopk)} == {
         "density": 0.03,
         "mode": "bounded",
-        "ranking": "scaled",
+        "ranking": "magnitude",
         "wire": "auto",
         "slack": 1.25,
         "rethreshold_every": 32,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oktopk import NonFiniteError, OkTopk, Reducer, Sparse
-from oktopk.algorithms.base import Reduced
+from oktopk.algorithms.base import Reduced, observe
 from oktopk.partition import balanced_cuts, consensus, even_cuts, rebalanced_cuts
 from oktopk.wire import Codec
 from tests.cases import NAMES, OKTOPK_NAMES, PLAIN, Case, algorithms, take_step, trace
@@ -34,6 +34,9 @@ class Spy:
 
     def init(self, numel: int, comm: Any, **more: Any) -> Any:
         return self.algorithm.init(numel, comm, **more)
+
+    def observe(self, state: Any, acc: Tensor, held: Tensor) -> None:
+        observe(self.algorithm, state, acc, held)
 
     def reduce(self, acc: Tensor, state: Any, comm: Any) -> Reduced:
         before = acc.clone()

@@ -179,15 +179,15 @@ def _paper(k: int, cap: int, codec: Codec, size: int, segments: int) -> Cost:
     gather = (
         (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * peers
     )
-    summed = 4 * 256 + (size + 1) + segments  # int64 and float64: the radix select, the cuts, the scales
-    agreed = INT64_WORDS * (2 * summed + 5 * peers) + (SKETCH + 1) * peers
-    # Messages: sums for radix select (four), cuts and scales; verdict, counts, sizes twice, sketch, balance and
-    # gather.
+    summed = 8 * 256 + (size + 1) + segments  # int64 and float64: the radix select, twice, the cuts, the scales
+    agreed = INT64_WORDS * (2 * summed + 7 * peers) + (SKETCH + 1) * peers
+    # Messages: sums for radix select (four, where too many are equal eight), cuts and scales; verdict, counts, sizes
+    # three times, sketch, balance and gather.
     third = pair * k * peers / size
     told = Call("all_gather", INT64_WORDS * peers)
     balance = (Call("all_to_all", third), Call("all_gather", third))
     calls = (told, Call("all_to_all", INT64_WORDS * peers), *[Call("swap", third / peers)] * peers, told, *balance)
-    return Cost(0, 3 * third, split + gather + agreed, 12 * peers + 7 * peers + buckets, calls)
+    return Cost(0, 3 * third, split + gather + agreed, 20 * peers + 8 * peers + buckets, calls)
 
 
 def sum_of(costs: list[Cost]) -> Cost:

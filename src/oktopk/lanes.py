@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm
-from oktopk.algorithms.base import Outcome, Reduced, Verdict, look_out, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import Outcome, Reduced, Verdict, look_out, observe, reduce_if_fine, takes_segments
 from oktopk.comm import Metered, Traffic
 from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
@@ -136,6 +136,8 @@ class Lane:
         seen = self._look_out(plan.algorithm, comm) if plan.algorithm is not None and split else None
         with comm.phase("accumulate"):
             first_bad = self._accumulate_(grads, plan, seen)
+            if plan.algorithm is not None and split and first_bad < 0:
+                observe(plan.algorithm, self.state, self.residual.acc[:split], self.residual.held[:split])
             for name in self._silent:
                 self.residual.acc[self.spans[name]] = 0
         reduced = self._reduce_sparse(split, plan, comm, first_bad)

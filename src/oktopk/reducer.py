@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, OkTopk, make_algorithm
-from oktopk.algorithms.base import Outcome, Verdict, look_out, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import Outcome, Verdict, look_out, observe, reduce_if_fine, takes_segments
 from oktopk.algorithms.resident import LATE, LateErrors, Letter, Post, Resident, Told, can_stay
 from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
@@ -220,6 +220,7 @@ class Reducer:
         acc = residual.accumulate_(flat, seen=look_out(self.algorithm, self._state))
         if residual.nonfinite_at >= 0:
             return acc, Verdict.of(Verdict.NON_FINITE, residual.nonfinite_at)
+        observe(self.algorithm, self._state, acc, residual.held)
         return acc, Verdict.FINE
 
     def _skip(self, grad: Tensor, out: Tensor | None) -> Tensor:

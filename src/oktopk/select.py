@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from oktopk.errors import InputError
 from oktopk.kernels import kernels_for
+from oktopk.kernels.scales import running, scales_of
+from oktopk.plain import PASSING
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -32,6 +34,9 @@ SKETCH = 32
 
 BAND = (0.8, 1.25)
 """A threshold is good while the count it gives is within this band around k."""
+
+IN_TURN = 16
+"""One in so many of the pairs that an owner keeps is kept because it is its turn."""
 
 ROUNDING = 1 - 2.0**-21
 """Lowers a threshold by what |acc| / scale may lose when it is multiplied back, lest the k-th element miss it."""
@@ -49,18 +54,24 @@ def in_band(count: int, k: int) -> bool:
 
 @dataclass
 class Ranking:
-    """What "large" means: |acc|, or |acc| over the scale of its segment.
+    """The order of size: |acc|, or |acc| over the scale of its segment.
 
-    `bounds` cut the vector into segments (parameter tensors): first 0, last numel. `scale` has one number a segment.
+    `bounds` cut the vector into segments (rows of matrices): first 0, last numel. `squares` has a running mean of the
+    squared gradient for each of them, `scale` what follows from it.
+
+    A scale depends on gradients alone, never on the residual: where an element waits, its residual grows and its scale
+    does not, so that it is sent after a bounded number of steps (docs/learning.md).
     """
 
     bounds: Tensor
+    squares: Tensor
     scale: Tensor
+    fresh: Tensor | None = field(default=None, metadata=PASSING)
 
     @staticmethod
     def by_magnitude(numel: int) -> Ranking:
         """Return the ranking of the paper: one segment, of scale 1."""
-        return Ranking(torch.tensor([0, numel]), torch.ones(1, dtype=torch.float64))
+        return Ranking.by_segment(numel, [numel])
 
     @staticmethod
     def by_segment(numel: int, lengths: Sequence[int]) -> Ranking:
@@ -68,32 +79,35 @@ class Ranking:
         if any(not isinstance(length, int) or length < 0 for length in lengths) or sum(lengths) != numel:
             raise InputError(f"segments must add up to the tensor's {numel} elements, in whole lengths, not {lengths}")
         bounds = torch.tensor([0, *lengths]).cumsum(0)
-        return Ranking(bounds, torch.ones(len(lengths), dtype=torch.float64))
+        squares = torch.zeros(len(lengths), dtype=torch.float64)
+        return Ranking(bounds, squares, torch.ones_like(squares))
 
-    def mean_squares(self, acc: Tensor) -> Tensor:
-        """Return the mean of acc**2 over each segment, 0 for an empty one."""
-        return kernels_for(acc).mean_squares(acc, self.bounds.numpy())
+    def mean_squares(self, acc: Tensor, held: Tensor) -> Tensor:
+        """Return the mean of the squared gradient, acc - held, over each segment, 0 for an empty one."""
+        return kernels_for(acc).mean_squares(acc, held, self.bounds.numpy())
 
     def rescale_(self, mean_squares: Tensor) -> None:
-        """Make each scale its segment's rms; a silent one gets the whole vector's, or it would flood when it wakes."""
-        lengths = self.bounds.diff()
-        whole = float((mean_squares * lengths).sum()) / max(int(lengths.sum()), 1)
-        scale = mean_squares.sqrt()
-        self.scale = torch.where(scale > 0, scale, math.sqrt(whole) or 1.0)
+        """Make the scales anew, with one more measurement of the gradient, which counts once the step is committed."""
+        self.fresh = running(self.squares, mean_squares)
+        self.scale = scales_of(self.fresh, self.bounds.diff())
+
+    def commit_(self) -> None:
+        """Keep the measurement: a step that is refused is made again, and measures again."""
+        if self.fresh is not None:
+            self.squares, self.fresh = self.fresh, None
 
     def score(self, value: Tensor, index: Tensor) -> Tensor:
-        """Return how large each `value` is, given where it stands; `index` is sorted."""
+        """Return how large each `value` is, given where it stands: finite for finite values; `index` is sorted."""
         if self.is_magnitude:
             return value.abs()
-        if len(self.scale) == 1:
-            return value.abs() / float(self.scale[0])
         counts = torch.searchsorted(index, self.bounds.to(index.device)).diff()
-        return value.abs() / self.scale.to(value).repeat_interleave(counts)
+        scale = self.scale.to(value).repeat_interleave(counts)
+        return (value.abs() / scale).clamp_(max=torch.finfo(value.dtype).max)
 
     @property
     def is_magnitude(self) -> bool:
         """Whether a score is just a magnitude."""
-        return len(self.scale) == 1 and bool(self.scale[0] == 1)
+        return len(self.scale) == 1
 
     def thresholds(self, threshold: float) -> NDArray[np.float64]:
         """Return the magnitude that `threshold` means in each segment."""
@@ -106,8 +120,30 @@ def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
     return kernels_for(acc).at_least(acc, ranking.bounds.numpy(), ranking.thresholds(threshold))
 
 
-def at_most(index: Tensor, limit: int, turn: int) -> Tensor:
-    """Return at most `limit` of the sorted `index`, starting elsewhere every `turn` so that none waits for ever."""
+def largest(score: Tensor, limit: int, turn: int) -> Tensor:
+    """Return the sorted places of the `limit` largest scores; of those that equal the last one, others every `turn`."""
+    if len(score) <= limit:
+        return torch.arange(len(score), device=score.device)
+    least = kth_largest(score, limit)
+    chosen = score > least
+    equal = (score == least).nonzero().view(-1)
+    chosen[in_turn(equal, limit - int(chosen.sum()), turn)] = True
+    return chosen.nonzero().view(-1)
+
+
+def turns_first_(score: Tensor, share: int, step: int) -> Tensor:
+    """Make the scores of those whose turn it is the largest: one in `IN_TURN` of an owner's share.
+
+    Whatever a rank sends again and again is then delivered after a bounded number of steps, although other sums are
+    larger: where ranks disagree, a sum is small, or zero, and what makes it would hold its slots for ever.
+    """
+    limit, turn = (share // IN_TURN, step) if share >= IN_TURN else (int(step % IN_TURN == 0), step // IN_TURN)
+    score[in_turn(torch.arange(len(score), device=score.device), limit, turn)] = torch.finfo(score.dtype).max
+    return score
+
+
+def in_turn(index: Tensor, limit: int, turn: int) -> Tensor:
+    """Return at most `limit` of `index`, starting elsewhere every `turn`: all have been chosen after a round."""
     if len(index) <= limit:
         return index
     start = turn * limit % len(index)

@@ -74,7 +74,7 @@ def rows_of(numel: int, kind: str) -> Rows | None:
             left -= lengths[-1]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     scale = torch.rand(len(lengths), generator=torch.Generator().manual_seed(4)) + 0.2
-    return Rows.make(bounds, scale, torch.device(DEVICE))
+    return Rows.make(bounds, scale.square(), scale, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("kind", ["none", "matrix", "ragged"])
@@ -102,8 +102,9 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
     if rows is not None:
         other = rows_of(numel, kind)
         assert other is not None
-        fast.measure(grad, held, rows)
-        blocks.measure(grad, held, other)
+        fast.measure(grad, rows)
+        blocks.measure(grad, other)
+        torch.testing.assert_close(rows.squares, other.squares)
         torch.testing.assert_close(rows.scale, other.scale)
 
 
@@ -145,9 +146,33 @@ def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype, kind: s
             cuts, size = cuts.to(DEVICE), len(cuts) - 1
             words = blocks.HEADER_WORDS + 2 * capacity
             ours, theirs = (torch.full((size, words), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
-            fast.send(one, cuts, turn, ours, capacity)
-            blocks.send(other, cuts, turn, theirs, capacity)
+            fast.send(one, cuts, turn, ours, capacity, rows)
+            blocks.send(other, cuts, turn, theirs, capacity, rows)
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["none", "ragged"])
+@pytest.mark.parametrize("turn", [0, 5, 1000])
+def test_ties_have_room_in_turn_behind_what_is_larger(fast: ModuleType, turn: int, kind: str) -> None:
+    """Few values, so that many are equal, and a few that are larger than all: too many for tiles and for blocks."""
+    numel, room = 9 * TILE + 77, room_for(0.01)
+    held = torch.randint(-2, 3, (numel,), generator=torch.Generator().manual_seed(turn)).float().to(DEVICE)
+    held[[3, 500, 5000, numel - 1]] = 1e6
+    rows, when = rows_of(numel, kind), turn_of(turn)
+    one, other = poisoned(numel, room), poisoned(numel, room)
+    fast.find_in(held, threshold_of(1.0), when, one, rows)
+    blocks.find_in(held, threshold_of(1.0), when, other, rows)
+    assert_same(one, other)
+    assert int(one.count.max()) == room
+    for size, capacity in ((1, 100), (3, 50), (3, 1), (2, 2000)):
+        cuts = even_cuts(numel, size).to(DEVICE)
+        words = blocks.HEADER_WORDS + 2 * capacity
+        ours, theirs = (torch.full((size, words), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        fast.send(one, cuts, when, ours, capacity, rows)
+        blocks.send(other, cuts, when, theirs, capacity, rows)
+        assert torch.equal(ours, theirs)
+        sent = ours[:, blocks.HEADER_WORDS + capacity :].view(torch.float32)
+        assert int((sent == 1e6).sum()) == (4 if capacity > 1 else 3)
 
 
 def test_find_of_awkward_numbers(fast: ModuleType) -> None:
@@ -178,7 +203,7 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
     sent, gathered = packed
     if bad:  # counts whose sum is zero in 32 bits
         gathered[:, 1] = torch.tensor([2**31 - 1, 2**31 - 1, 2], dtype=torch.int32)
-    region = made(numel, torch.float32, 8)
+    region = torch.where(made(numel, torch.float32, 8) > 0, made(numel, torch.float32, 8), blocks.NOTHING)
     ours, theirs = region.clone(), region.clone()
     fast.add(gathered[0], capacity, ours)
     blocks.add(gathered[0], capacity, theirs)
@@ -186,8 +211,8 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
     had = [torch.full((capacity,), float(POISON), device=DEVICE) for _ in range(2)]
     fast.claim(gathered[0], capacity, ours, had[0])
     blocks.claim(gathered[0], capacity, theirs, had[1])
-    assert torch.equal(ours, theirs)
-    assert torch.equal(*had)
+    assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    assert torch.equal(had[0].view(torch.int32), had[1].view(torch.int32))
     held, start = made(numel, torch.float32, 9), made(numel, torch.float32, 10)
     results = []
     for kernels in (fast, blocks):

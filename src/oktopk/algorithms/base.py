@@ -131,6 +131,7 @@ class OkTopkState(State):
     global_threshold: float = 0.0
     floor: float = 0.0
     seen: Seen | None = field(default=None, metadata=PASSING)
+    measured: Tensor | None = field(default=None, metadata=PASSING)
 
 
 class Verdict:
@@ -206,6 +207,13 @@ def look_out(algorithm: Algorithm, state: Any) -> Seen | None:
     ask = getattr(algorithm, "look_out", None)
     seen: Seen | None = None if ask is None or state is None else ask(state)
     return seen
+
+
+def observe(algorithm: Algorithm, state: Any, acc: Tensor, held: Tensor) -> None:
+    """Show the algorithm this step's gradient, acc - held, before it reduces acc, if it wants to see it."""
+    ask = getattr(algorithm, "observe", None)
+    if ask is not None:
+        ask(state, acc, held)
 
 
 def num_wanted(state: State, density: float) -> int:

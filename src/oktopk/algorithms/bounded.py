@@ -5,7 +5,8 @@ waits.
 
     1  select     threshold from a sample of acc, or of what was seen of it; what reaches it, at most slack k pairs
     2  exchange   all_to_all: at most c = ceil(slack k/P) pairs to each owner
-    3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c
+    3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c; a
+                  sixteenth of its share goes in turn, so that sums which are small, or zero, do not wait for ever
     4  gather     all_gather: at most c pairs from each owner
 
 Demand is how many pairs the ranks wanted to send to a region; each wants about k, so all demands are about P k.
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, taken_of
 from oktopk.kernels import kernels_for
-from oktopk.partition import rebalanced_cuts
+from oktopk.partition import even_cuts, rebalanced_cuts
 from oktopk.reduce import merge
 from oktopk.seen import Seen
-from oktopk.select import at_least, at_most, kth_largest, sampled_threshold, top_k
+from oktopk.select import at_least, kth_largest, largest, sampled_threshold, top_k, turns_first_
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
 
@@ -48,11 +49,13 @@ SEEN_SAMPLE = 1 << 15
 """Of what was seen, so many tell the threshold, within about 1 % of k."""
 
 
-def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float, rescale: bool) -> Reduced:
+def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float) -> Reduced:
     """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected."""
     capacity = room(k, slack, comm.size)
+    if k == state.numel:  # all of it fits into even regions alone
+        state.cuts = even_cuts(state.numel, comm.size)
     with comm.phase("select"):
-        wanted = _select_locally(acc, state, k, int(slack * k), rescale)
+        wanted = _select_locally(acc, state, k, int(slack * k))
     with comm.phase("pack"):
         blocks, sent, lost = _pack(wanted, capacity, state, codec)
     with comm.phase("exchange"):
@@ -67,7 +70,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
     with comm.phase("apply"):
         total, demands = _unpack(gathered, capacity, codec, acc.dtype)
         taken, rounding = taken_of(sent, lost, total)
-        if max(demands) > capacity * comm.size and k < state.numel:  # at density 1 all fits into even regions alone
+        if max(demands) > capacity * comm.size and k < state.numel:
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
         least = _smallest(total, state)
     return Reduced(total, taken, codec.lost(kept), len(sent), state.threshold, least, rounding)
@@ -78,21 +81,22 @@ def room(k: int, slack: float, size: int) -> int:
     return math.ceil(slack * k / size)
 
 
-def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int, rescale: bool) -> Sparse:
+def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int) -> Sparse:
     """Return what reaches this step's threshold, which it sets; nothing of a refused input."""
     seen, state.seen = state.seen, None
+    measured, state.measured = state.measured, None
     if state.verdict != Verdict.FINE:
         return Sparse.empty(state.numel, acc)
-    if rescale and len(state.ranking.scale) > 1:
+    if measured is not None:
         # Each rank's own scales: an owner alone decides what it keeps, so nothing has to be agreed upon.
-        state.ranking.rescale_(state.ranking.mean_squares(acc))
+        state.ranking.rescale_(measured)
         seen = None  # above floors of other scales
     found = None if seen is None else _among_seen(seen, state, k)
     if found is None:
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         state.floor = FALL * state.threshold
         found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
-    return _fitting(found, limit, state.step)
+    return _fitting(found, limit, state)
 
 
 def look_out(state: OkTopkState) -> Seen | None:
@@ -119,7 +123,7 @@ def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tu
     """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
     parts = wanted.between(state.cuts)
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
-    fitting = [_fitting(part, capacity, state.step) for part in parts]
+    fitting = [_fitting(part, capacity, state) for part in parts]
     lost = [
         codec.encode_into_(block, fits, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
         for block, part, fits in zip(blocks, parts, fitting, strict=True)
@@ -128,11 +132,11 @@ def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tu
     return blocks, torch.cat([part.index for part in fitting]), torch.cat(rounding) if rounding else None
 
 
-def _fitting(part: Sparse, capacity: int, turn: int) -> Sparse:
-    """Return as much of the part as a block has room for."""
+def _fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
+    """Return as much of the part as a block has room for: the largest, and equals in turn."""
     if part.nnz <= capacity:
         return part
-    return part[at_most(torch.arange(part.nnz, device=part.index.device), capacity, turn)]
+    return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
 
 
 def _sum(arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, int]:
@@ -144,10 +148,11 @@ def _sum(arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype
 
 
 def _largest(region: Sparse, share: int, state: OkTopkState) -> Sparse:
-    """Return the `share` largest of the region, ties by index."""
+    """Return the `share` largest of the region, some of them in turn; ties by index."""
     if region.nnz <= share:
         return region
-    return region[top_k(state.ranking.score(region.value, region.index), share)]
+    score = turns_first_(state.ranking.score(region.value, region.index), share, state.step)
+    return region[top_k(score, share)]
 
 
 def _unpack(gathered: Tensor, capacity: int, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, list[int]]:

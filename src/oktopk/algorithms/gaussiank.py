@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
 from oktopk.reduce import merge
-from oktopk.select import BAND, Ranking, at_least, at_most, gaussian_threshold, in_band, sampled_threshold
+from oktopk.select import BAND, Ranking, at_least, gaussian_threshold, in_band, largest, sampled_threshold
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
 
@@ -55,4 +55,4 @@ def _select(acc: Tensor, k: int, density: float, step: int) -> tuple[Tensor, flo
         if not in_band(len(index), k):
             threshold = sampled_threshold(acc, k, ranking, seed=step)
             index = at_least(acc, threshold, ranking)
-    return at_most(index, max(int(BAND[1] * k), 1), step), threshold
+    return index[largest(acc[index].abs(), max(int(BAND[1] * k), 1), step)], threshold

@@ -36,14 +36,15 @@ class OkTopk:
 
     density             the part of the elements that a step delivers, in (0, 1]
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
-    ranking             "magnitude": by |acc|; "scaled": by |acc| over the rms of its segment (a row of a matrix)
+    ranking             "magnitude": by |acc|; "scaled": by |acc| over the root of the gradient's rms in its segment (a
+                        row of a matrix), so that quiet rows wait less
     wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes and
                         less; "auto": int8, but fp32 where everything travels, so that density 1 equals dense, and
                         where steps stay on a GPU, which does not pack (docs/gpu.md)
     slack               bounded: room in a message for one destination, over the k / P it needs on average
     rethreshold_every   paper: steps between exact thresholds (tau')
     repartition_every   paper: steps between partitions of the index space (tau)
-    rescale_every       steps between updates of the scales
+    rescale_every       steps between measurements of the gradient, for the scales
     cap                 paper: no step selects more than cap * k pairs; the rest waits in the residual
 
     The defaults are those that learned as fast as dense, or nearly (`docs/learning.md`).
@@ -51,7 +52,7 @@ class OkTopk:
 
     density: float = 0.03
     mode: str = "bounded"
-    ranking: str = "scaled"
+    ranking: str = "magnitude"
     wire: str = AUTO
     slack: float = 1.25
     rethreshold_every: int = 32
@@ -94,18 +95,22 @@ class OkTopk:
         state.seen = bounded.look_out(state)
         return state.seen
 
+    def observe(self, state: OkTopkState, acc: Tensor, held: Tensor) -> None:
+        """Measure this step's gradient, acc - held, by segments, if that is due."""
+        if len(state.ranking.scale) > 1 and state.step % self.rescale_every == 0:
+            state.measured = state.ranking.mean_squares(acc, held)
+
     def reduce(self, acc: Tensor, state: OkTopkState, comm: Comm) -> Reduced:
         """Return about k pairs: the largest of the sum of what the ranks selected."""
         k, codec = num_wanted(state, self.density), self.codec(state.numel)
-        rescale = state.step % self.rescale_every == 0
         if self.mode == "bounded":
-            reduced = bounded.reduce(acc, state, comm, codec, k, self.slack, rescale)
+            reduced = bounded.reduce(acc, state, comm, codec, k, self.slack)
         else:
             due = paper.Due(
-                rescale=rescale,
                 repartition=state.step % self.repartition_every == 0,
                 rethreshold=state.step % self.rethreshold_every == 0,
             )
             reduced = paper.reduce(acc, state, comm, codec, k, int(self.cap * k), due)
+        state.ranking.commit_()
         state.step += 1
         return reduced

@@ -23,12 +23,14 @@ from oktopk.partition import balanced_cuts, consensus
 from oktopk.reduce import merge
 from oktopk.select import (
     at_least,
-    at_most,
     exact_threshold,
     in_band,
+    in_turn,
     kth_largest_by_sketch,
     kth_largest_of_all,
+    largest,
     sampled_threshold,
+    turns_first_,
 )
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
@@ -42,9 +44,8 @@ BUCKET_PAIRS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """What this step makes anew, before it selects: the scales, the partition (every tau), thresholds (every tau')."""
+    """What this step makes anew, before it selects: the partition (every tau), thresholds (every tau')."""
 
-    rescale: bool
     repartition: bool
     rethreshold: bool
 
@@ -52,14 +53,14 @@ class Due:
 def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, cap: int, due: Due) -> Reduced:
     """Return about k pairs: the largest of the sum of what the ranks selected, at most `cap`."""
     with comm.phase("agree"):
-        if due.rescale and len(state.ranking.scale) > 1:
-            _agree_on_scales_(acc, state, comm)
+        _agree_on_scales_(state, acc.device, comm)
     with comm.phase("select"):
-        sent = at_most(_select_locally(acc, state, k, due.rethreshold), cap, state.step)
+        selected = _select_locally(acc, state, k, cap, due.rethreshold)
+        sent = selected.index
     with comm.phase("agree"):
         if due.repartition:
             state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
-    region, lost = _split_and_reduce(Sparse.pick(acc, sent), state.cuts, codec, comm)
+    region, lost = _split_and_reduce(selected, state.cuts, codec, comm)
     with comm.phase("agree"):
         kept, sizes = _select_globally(region, state, k, cap, due.rethreshold, comm)
     total, returned = _balance_and_allgather(kept, sizes, codec, comm)
@@ -68,20 +69,27 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, ca
     return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold, rounding)
 
 
-def _agree_on_scales_(acc: Tensor, state: OkTopkState, comm: Comm) -> None:
-    total = comm.all_reduce(state.ranking.mean_squares(acc).to(acc.device))
-    state.ranking.rescale_(total.cpu() / comm.size)
+def _agree_on_scales_(state: OkTopkState, device: torch.device, comm: Comm) -> None:
+    """Take the mean over ranks of what they measured of their gradients, if this step measures."""
+    measured, state.measured = state.measured, None
+    if measured is not None:
+        state.ranking.rescale_(comm.all_reduce(measured.to(device)).cpu() / comm.size)
 
 
-def _select_locally(acc: Tensor, state: OkTopkState, k: int, rethreshold: bool) -> Tensor:
-    """Return what reaches the local threshold: exact every tau' steps, reused while its count is in the band."""
+def _select_locally(acc: Tensor, state: OkTopkState, k: int, cap: int, rethreshold: bool) -> Sparse:
+    """Return what reaches the local threshold, the `cap` largest of it at most.
+
+    The threshold is exact every tau' steps, and reused while its count is in the band.
+    """
     if rethreshold:
         state.threshold = exact_threshold(acc, k, state.ranking)
-    index = at_least(acc, state.threshold, state.ranking)
-    if not rethreshold and not in_band(len(index), k):
+    found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
+    if not rethreshold and not in_band(found.nnz, k):
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
-        index = at_least(acc, state.threshold, state.ranking)
-    return index
+        found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
+    if found.nnz <= cap:
+        return found
+    return found[largest(state.ranking.score(found.value, found.index), cap, state.step)]
 
 
 def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) -> tuple[Sparse, Tensor | None]:
@@ -140,17 +148,31 @@ def _select_globally(
     band.
     """
     score = state.ranking.score(region.value, region.index).float()
+    turns_first_(score, k // comm.size, state.step)
     if rethreshold:
         state.global_threshold = _exact_global_threshold(score, state, k, comm)
     kept, sizes = _keep(region, score, state.global_threshold, comm)
     if not rethreshold and not in_band(sum(sizes), k):
         state.global_threshold = 0.0 if k >= state.numel else kth_largest_by_sketch(score, k, comm)
         kept, sizes = _keep(region, score, state.global_threshold, comm)
-    if sum(sizes) > cap:
-        sizes = [cap * size // sum(sizes) for size in sizes]
-        places = at_most(torch.arange(kept.nnz, device=score.device), sizes[comm.rank], state.step)
-        kept = kept[places]
-    return kept, sizes
+    return (kept, sizes) if sum(sizes) <= cap else _cap_largest(region, score, cap, state.step, comm)
+
+
+def _cap_largest(region: Sparse, score: Tensor, cap: int, turn: int, comm: Comm) -> tuple[Sparse, list[int]]:
+    """Return what this owner keeps, and how many each does, of the `cap` largest of all.
+
+    Of those that equal the last one, others have their turn in every step; they lie in the order of the owners.
+    """
+    least = kth_largest_of_all(score, cap, comm)
+    above, equal = score > least, (score == least).nonzero().view(-1)
+    counts = comm.all_gather(torch.stack([above.sum(), above.new_tensor(len(equal), dtype=torch.int64)])).tolist()
+    ends = list(accumulate((ties for _, ties in counts), initial=0))
+    places = torch.arange(ends[-1])
+    chosen = in_turn(places, cap - sum(larger for larger, _ in counts), turn)
+    ties = torch.searchsorted(chosen, torch.tensor(ends)).diff().tolist()
+    mine = chosen[(chosen >= ends[comm.rank]) & (chosen < ends[comm.rank + 1])] - ends[comm.rank]
+    above[equal[mine.to(equal.device)]] = True
+    return region[above], [larger + tied for (larger, _), tied in zip(counts, ties, strict=True)]
 
 
 def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Comm) -> float:

@@ -34,9 +34,10 @@ from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk import AUTO, OkTopk
 from oktopk.errors import NonFiniteError
 from oktopk.kernels import blocks
-from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, Rows, bins, room_for, sample_of
+from oktopk.kernels.blocks import HEADER_WORDS, LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.kernels.graphs import Graphs
-from oktopk.select import SAMPLE_HITS, num_selected
+from oktopk.partition import even_cuts
+from oktopk.select import IN_TURN, SAMPLE_HITS, num_selected
 from oktopk.streams import record_on
 from oktopk.values import round_to
 
@@ -176,11 +177,11 @@ class Resident:
             stride=stride,
             rescale_every=algorithm.rescale_every,
             kernels=kernels_on(device),
-            rows=Rows.make(ranking.bounds, ranking.scale, device) if len(ranking.scale) > 1 else None,
+            rows=None if ranking.is_magnitude else Rows.make(ranking.bounds, ranking.squares, ranking.scale, device),
             found=Found.make(numel, slots, device),
             blocks=torch.zeros(size, block, dtype=torch.int32, device=device),
             owner=_Owner.make(numel, size, capacity, block, device) if size > 1 else None,
-            cuts=state.cuts.to(device),
+            cuts=(even_cuts(numel, size) if wanted == numel else state.cuts).to(device),
             words=words,
             sample_wanted=torch.tensor([hits], device=device),
             counts=bins(device),
@@ -224,11 +225,11 @@ class Resident:
         kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
         sparse = grad[: self.numel], held[: self.numel]
         if self.rows is not None and measures:
-            kernels.measure(*sparse, self.rows)
+            kernels.measure(sparse[0], self.rows)
         if self.wanted < self.numel:  # else it is zero
             kernels.aim(*sparse, self.rows, self.turn, *aims)
         kernels.find(*sparse, acc[: self.numel], self.threshold, self.turn, self.found, self.rows)
-        kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity)
+        kernels.send(self.found, self.cuts, self.turn, self.blocks, self.capacity, self.rows)
         if self.side:
             torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
             slices = self._slices(self.blocks)
@@ -278,6 +279,7 @@ class Resident:
         score = self._score(index, total)
         if self.wanted < self.numel:
             share = ((demand + size - 1) // size).clamp(1, capacity)  # of what the ranks wanted of this owner
+            self._let_turns_be_first_(score, total, share)
             kernels.aim_in(score, share.view(1), self.counts, self.kept_threshold)
         kernels.find_in(score, self.kept_threshold, self.turn, owner.found)
         kernels.send(owner.found, owner.cuts, self.turn, owner.mine, capacity)
@@ -287,11 +289,24 @@ class Resident:
         return owner.mine
 
     def _score(self, index: Tensor, total: Tensor) -> Tensor:
-        """Return how large each of these sums in this rank's region is."""
-        if self.rows is None:
-            return total.abs()
-        start = self.cuts[self.comm.rank : self.comm.rank + 1]
-        return total.abs() / self.rows.scale[self.rows.of(index + start)]
+        """Return how large each of these sums in this rank's region is: above zero where there is one, even if it is 0.
+
+        So what cancels is delivered, too, where there is room for it, and holds no slot any longer.
+        """
+        score = total.abs()
+        if self.rows is not None:
+            score = self.rows.score(score, index + self.cuts[self.comm.rank])
+        return torch.where(_is_nothing(total), 0.0, score.clamp(min=torch.finfo(score.dtype).tiny))
+
+    def _let_turns_be_first_(self, score: Tensor, total: Tensor, share: Tensor) -> None:
+        """Make the scores of those whose turn it is the largest, as `select.turns_first_` does."""
+        few = share < IN_TURN
+        limit = torch.where(few, self.turn % IN_TURN == 0, share // IN_TURN)
+        turn = torch.where(few, self.turn // IN_TURN, self.turn)
+        there = ~_is_nothing(total)
+        count = there.sum()
+        rank = (there.cumsum(0) - 1 - turn * limit) % count.clamp(min=1)
+        score.copy_(torch.where(there & (rank < limit), LARGEST, score))
 
     def _rebalance_(self, gathered: Tensor) -> None:
         """Cut fairer regions if one was asked for more than fits: all ranks have the same `gathered`, and agree."""
@@ -312,6 +327,7 @@ class Resident:
         state.step, state.cuts = self.step, self.cuts.cpu()
         state.threshold, state.global_threshold = float(self.threshold), float(self.kept_threshold)
         if self.rows is not None:
+            state.ranking.squares = self.rows.squares.double().cpu()
             state.ranking.scale = self.rows.scale.double().cpu()
 
 
@@ -319,8 +335,8 @@ class Resident:
 class _Owner:
     """What a rank works with as the owner of a region.
 
-    region    the sums, one for each element; all zero between any two steps
-    total     the sum for each pair that arrived, for the first of those with the same index; zero for the others
+    region    the sums, one for each element; all NOTHING between any two steps
+    total     the sum for each pair that arrived, for the first of those with the same index; NOTHING for the others
     found     what is large among these, and `cuts`, one region of all of them
     mine      the block it makes of that
     """
@@ -335,7 +351,7 @@ class _Owner:
     def make(numel: int, size: int, capacity: int, block: int, device: torch.device) -> _Owner:
         arriving = size * capacity
         return _Owner(
-            region=torch.zeros(numel, device=device),
+            region=torch.full((numel,), NOTHING, device=device),
             total=torch.zeros(size, capacity, device=device),
             found=Found.make(arriving, TILE, device),
             cuts=torch.tensor([0, arriving], device=device),
@@ -359,6 +375,11 @@ def can_stay(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.de
     if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
         return False
     return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")
+
+
+def _is_nothing(total: Tensor) -> Tensor:
+    """Return where there is no sum."""
+    return (total == 0) & total.signbit()
 
 
 def _bad_in(side: Tensor) -> Tensor:

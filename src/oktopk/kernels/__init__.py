@@ -36,8 +36,8 @@ class Kernels(Protocol):
     def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
 
-    def mean_squares(self, acc: Tensor, bounds: Ends) -> Tensor:
-        """Return the mean of acc**2 over each segment, in float64 on the CPU, 0 for an empty one."""
+    def mean_squares(self, acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
+        """Return the mean of (acc - held)**2 over each segment, in float64 on the CPU, 0 for an empty one."""
 
     def kth_largest(self, score: Tensor, k: int) -> float:
         """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""

@@ -3,7 +3,7 @@
 All shapes are known beforehand; what depends on the data, counts among them, stays in tensors and is never asked for.
 A vector is cut into tiles of `TILE` elements. What is large in a tile lies in that tile's slots, in the order of the
 indices, as far as there is room; so places in a message follow from sums over counts, and are the same in every run.
-Where more wants room than there is, `turn`, the number of the step, says with what to begin: nothing waits for ever.
+Where more wants room than there is, the largest have it; `turn`, the number of the step, says who of equals has it.
 
     words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf; 2, 3 how many pairs it wanted to send
                         then room for `capacity` indices, counted from the start of the region; then for as many values;
@@ -17,12 +17,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oktopk.kernels.scales import running, scales_of
+
 TILE = 1024
 HEADER_WORDS = 4
 LEAST_ROOM = 4
 """A tile has slots for at least one in so many of its elements."""
 
 LOW = (1 << 31) - 1
+NOTHING = -0.0
+"""A sum of no pairs: it changes nothing that is added to it, and no sum of pairs is it, since none of them is zero."""
+
+LARGEST = torch.finfo(torch.float32).max
 SHIFTS, BINS = (23, 17, 11), (1 << 8, 1 << 6, 1 << 6)
 """Of the digits by which a threshold is found: its exponent, and twice six bits more. It is right to 1 in 4096."""
 
@@ -81,11 +87,13 @@ class Found:
 class Rows:
     """What has a scale of its own: row r begins at starts[r], and large in it is what reaches threshold * scale[r].
 
+    `squares` are running means of the squared gradient, which the scales are made of.
     `first` is the row that each tile begins in, then the last one; `in_tile` and `in_all` are how often a range of rows
     must be halved to find one. `edges` cut the rows into pieces, row r being pieces ends[r] to ends[r + 1].
     """
 
     starts: Tensor
+    squares: Tensor
     scale: Tensor
     first: Tensor
     in_tile: int
@@ -94,7 +102,7 @@ class Rows:
     ends: Tensor
 
     @staticmethod
-    def make(bounds: Tensor, scale: Tensor, device: torch.device) -> Rows:
+    def make(bounds: Tensor, squares: Tensor, scale: Tensor, device: torch.device) -> Rows:
         """Return the rows between these bounds: first 0, last numel."""
         tiles = -(-int(bounds[-1]) // TILE)
         first = torch.searchsorted(bounds, torch.arange(tiles) * TILE, right=True) - 1
@@ -105,6 +113,7 @@ class Rows:
         edges = bounds[:-1].repeat_interleave(pieces) + within * PIECE
         return Rows(
             bounds[:-1].int().to(device),
+            squares.float().to(device),
             scale.float().to(device),
             first.int().to(device),
             int(first.diff().max() if tiles else 0).bit_length(),
@@ -116,6 +125,10 @@ class Rows:
     def of(self, index: Tensor) -> Tensor:
         """Return the row of each index."""
         return torch.searchsorted(self.starts, index.int(), right=True) - 1
+
+    def score(self, size: Tensor, index: Tensor) -> Tensor:
+        """Return how large elements of these magnitudes are: finite, if they are."""
+        return (size / self.scale[self.of(index)]).clamp(max=LARGEST)
 
 
 def group_of(tiles: int) -> int:
@@ -155,7 +168,7 @@ def aim(
     number = torch.arange(sample_of(len(held), stride), device=held.device)
     places = (number // RUN * stride + turn % stride) * RUN + number % RUN
     total = held[places] + grad[places].float()
-    aim_in(total.abs() if rows is None else total.abs() / rows.scale[rows.of(places)], wanted, counts, out)
+    aim_in(total.abs() if rows is None else rows.score(total.abs(), places), wanted, counts, out)
 
 
 def aim_in(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:  # noqa: ARG001
@@ -175,21 +188,19 @@ def _digit(counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return digit, reach[digit] - counts[digit]
 
 
-def measure(grad: Tensor, held: Tensor, rows: Rows) -> None:
-    """Make each row's scale the rms of held + grad in it; a silent row gets that of the whole, or it would flood.
+def measure(grad: Tensor, rows: Rows) -> None:
+    """Take the squares of this gradient into the rows' running means, and make their scales anew.
 
-    Where that is not finite the scale stays as it was.
+    A row in which they are not finite stays as it was.
     """
-    rescale(_sums((held + grad.float()).square(), rows.edges), rows)
+    rescale(_sums(grad.float().square(), rows.edges), rows)
 
 
 def rescale(pieces: Tensor, rows: Rows) -> None:
     """Make the scales, of the sums of squares of all pieces."""
-    squares, lengths = _sums(pieces, rows.ends), rows.edges[rows.ends].diff()
-    whole = squares.sum() / lengths.sum().clamp(min=1)
-    mean = squares / lengths.clamp(min=1)
-    scale = torch.where(mean > 0, mean, torch.where(whole > 0, whole, 1.0)).sqrt()
-    rows.scale.copy_(torch.where(scale.isfinite(), scale, rows.scale))
+    lengths = rows.edges[rows.ends].diff()
+    rows.squares.copy_(running(rows.squares, _sums(pieces, rows.ends) / lengths.clamp(min=1)))
+    rows.scale.copy_(scales_of(rows.squares, lengths))
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
@@ -210,19 +221,18 @@ def find(
 def find_in(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None) -> None:
     """Write what reaches the threshold into `found`."""
     tiles, room = found.place.shape
-    padded = torch.nn.functional.pad(total, (0, tiles * TILE - len(total))).view(tiles, TILE)
-    size = padded.abs()
+    padded = torch.nn.functional.pad(total, (0, tiles * TILE - len(total)))
+    each = torch.arange(tiles * TILE, device=total.device)
+    size = score = padded.abs()
     if rows is not None:
-        each = torch.arange(tiles * TILE, device=total.device).clamp(max=len(total) - 1)
-        threshold = (threshold * rows.scale[rows.of(each)]).view(tiles, TILE)
+        inside = each.clamp(max=len(total) - 1)
+        threshold, score = threshold * rows.scale[rows.of(inside)], rows.score(size, inside)
     hit = (size >= threshold) & (size > 0)
-    fits, place = _in_turn(hit.cumsum(1) - 1, hit.sum(1, keepdim=True), turn, room)
-    fits &= hit
-    row = torch.arange(tiles, device=total.device)[:, None] * room
-    slot = torch.where(fits, row + place, tiles * room).view(-1)
-    _scatter_(found.place, slot, torch.arange(TILE, dtype=torch.int32, device=total.device).expand(tiles, TILE))
+    fits, slot = _fit(score, hit, each // TILE, tiles, room, turn)
+    slot = torch.where(fits, each // TILE * room + slot, tiles * room)
+    _scatter_(found.place, slot, (each % TILE).int())
     _scatter_(found.value, slot, padded)
-    found.count.copy_(fits.sum(1))
+    found.count.copy_(fits.view(tiles, TILE).sum(1))
     group = group_of(tiles)
     counts = torch.nn.functional.pad(found.count, (0, len(found.groups) * group - tiles))
     found.groups.copy_(counts.view(-1, group).sum(1))
@@ -230,53 +240,75 @@ def find_in(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: 
     found.bad[0] = (~total.isfinite()).sum()
 
 
-def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int) -> None:
+def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rows: Rows | None = None) -> None:
     """Write what was found into a block for each region, as much as it has room for, and the headers."""
     tiles, room = found.place.shape
-    slots = torch.arange(room, device=found.place.device)
-    there = slots < found.count[:, None]
-    start = found.count.long().cumsum(0) - found.count
-    index = (torch.arange(tiles, device=slots.device) * TILE)[:, None] + found.place
-    position = start[:, None] + slots
+    size, words = blocks.shape
+    there = (torch.arange(room, device=found.place.device) < found.count[:, None]).view(-1)
+    index = ((torch.arange(tiles, device=there.device) * TILE)[:, None] + found.place).view(-1)
+    value = found.value.view(-1)
     region = torch.bucketize(index, cuts[1:-1], right=True)
-    base = torch.stack([(there & (index < cut)).sum() for cut in cuts])
-    demand = base.diff()
-    fits, slot = _in_turn(position - base[region], demand[region], turn, capacity)
-    fits &= there
-    words = blocks.shape[1]
-    beyond = torch.full_like(slot, blocks.numel())
-    first = torch.where(fits, region * words + HEADER_WORDS + slot, beyond).view(-1)
+    score = value.abs() if rows is None else rows.score(value.abs(), index)
+    fits, slot = _fit(score, there, region, size, capacity, turn)
+    first = torch.where(fits, region * words + HEADER_WORDS + slot, blocks.numel())
     _scatter_(blocks, first, (index - cuts[region]).int())
-    second = torch.where(fits, first.view_as(slot) + capacity, beyond).view(-1)
-    _scatter_(blocks, second, found.value.view(torch.int32))
+    _scatter_(blocks, torch.where(fits, first + capacity, blocks.numel()), value.view(torch.int32))
+    demand = _count_by(region, there, size)
     bad = found.bad.sum().expand_as(demand)
     header = torch.stack([demand.clamp(max=capacity), bad, demand & LOW, demand >> 31], 1)
     blocks[:, :HEADER_WORDS] = header.int()
 
 
-def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Return which of `demand` have room, by their ranks, and their slots: all, or as many from the turn's one on, and
-    then from the first. The order stays.
+def _fit(score: Tensor, there: Tensor, group: Tensor, groups: int, room: int, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of those that are `there` have room, `room` in each group, and their slots in the order they lie in.
+
+    The largest have it, and of those that equal the last of them those whose turn it is.
+    """
+    key = torch.where(there, score, -1.0)
+    order = key.sort(descending=True, stable=True).indices
+    order = order[group[order].sort(stable=True).indices]
+    last = torch.searchsorted(group[order], torch.arange(groups, device=group.device)) + room - 1
+    over = _count_by(group, there, groups) > room
+    least = torch.where(over, torch.cat([key[order], key.new_zeros(1)])[last.clamp(0, len(key))], -1.0)[group]
+    larger, equal = there & (key > least), there & (key == least)
+    free = room - _count_by(group, larger, groups)
+    rank, ties = _rank_in(group, equal, groups), _count_by(group, equal, groups)
+    fits = larger | (equal & _in_turn(rank, ties[group], turn, free[group]))
+    return fits, _rank_in(group, fits, groups)
+
+
+def _count_by(group: Tensor, mask: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=torch.int64, device=group.device).index_add_(0, group, mask.long())
+
+
+def _rank_in(group: Tensor, mask: Tensor, groups: int) -> Tensor:
+    """Return how many of its group, of those in the mask, lie before each element."""
+    counts = _count_by(group, mask, groups)
+    return mask.cumsum(0) - mask.long() - (counts.cumsum(0) - counts)[group]
+
+
+def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor:
+    """Return which of `demand` have room, by their ranks: all, or as many from the turn's one on, and then from the
+    first.
     """
     over = demand > room
     begin = torch.where(over, turn.long() * room % demand.clamp(min=1), 0)
     wrapped = torch.where(over, (begin + room - demand).clamp(min=0), 0)
-    late = rank >= begin
-    return (rank < wrapped) | (late & (rank - begin < room)), torch.where(late, rank - begin + wrapped, rank)
+    return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
 
 
 def add(block: Tensor, capacity: int, region: Tensor) -> None:
-    """Add a block's pairs to the region."""
+    """Add a block's pairs to the region, which is NOTHING where there is no pair."""
     there, index = _pairs(block, capacity)
     value = block[HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].view(torch.float32)
     _scatter_(region, torch.where(there, index, len(region)), region[index] + value)
 
 
 def claim(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
-    """Write what the region has for each of a block's pairs into `value`, and make it zero there: it is had once."""
+    """Write what the region has for each of a block's pairs into `value`, and NOTHING there: it is had once."""
     there, index = _pairs(block, capacity)
-    value.copy_(torch.where(there, region[index], 0.0))
-    _scatter_(region, torch.where(there, index, len(region)), torch.zeros_like(value))
+    value.copy_(torch.where(there, region[index], NOTHING))
+    _scatter_(region, torch.where(there, index, len(region)), torch.full_like(value, NOTHING))
 
 
 def _pairs(block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

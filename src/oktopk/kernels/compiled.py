@@ -75,9 +75,9 @@ def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
     raise AssertionError("there is room for every element")
 
 
-def mean_squares(acc: Tensor, bounds: Ends) -> Tensor:
-    """Return the mean of acc**2 over each segment, in float64, 0 for an empty one; summed in another order."""
-    return torch.from_numpy(_mean_squares(acc.numpy(), np.asarray(bounds, np.int64)))
+def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
+    """Return the mean of (acc - held)**2 over each segment, in float64, 0 for an empty one; summed in another order."""
+    return torch.from_numpy(_mean_squares(acc.numpy(), held.numpy(), np.asarray(bounds, np.int64)))
 
 
 def kth_largest(score: Tensor, k: int) -> float:
@@ -319,17 +319,18 @@ def _at_least_in(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: An
 
 
 @_compiled
-def _mean_squares(array: Any, edges: Any) -> Any:
+def _mean_squares(acc: Any, held: Any, edges: Any) -> Any:
     means = np.zeros(len(edges) - 1)
     for segment in range(len(means)):
-        part = array[edges[segment] : edges[segment + 1]]
-        for chunk in range(0, len(part), CHUNK):
+        ours, theirs = acc[edges[segment] : edges[segment + 1]], held[edges[segment] : edges[segment + 1]]
+        for chunk in range(0, len(ours), CHUNK):
             total = 0.0
-            piece = part[chunk : chunk + CHUNK]
-            for i in range(len(piece)):
-                total += np.float64(piece[i]) * np.float64(piece[i])
+            after, before = ours[chunk : chunk + CHUNK], theirs[chunk : chunk + CHUNK]
+            for i in range(len(after)):
+                difference = np.float64(after[i]) - np.float64(before[i])
+                total += difference * difference
             means[segment] += total
-        means[segment] /= max(len(part), 1)
+        means[segment] /= max(len(ours), 1)
     return means
 
 

@@ -63,10 +63,11 @@ def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
     return (acc[low:high].abs() >= each).nonzero().view(-1) + low
 
 
-def mean_squares(acc: Tensor, bounds: Ends) -> Tensor:
-    """Return the mean of acc**2 over each segment, in float64 on the CPU, 0 for an empty one."""
+def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
+    """Return the mean of (acc - held)**2 over each segment, in float64 on the CPU, 0 for an empty one."""
     lengths = torch.from_numpy(np.diff(bounds)).to(acc.device)
-    squares = acc[int(bounds[0]) : int(bounds[-1])].double().square()
+    span = slice(int(bounds[0]), int(bounds[-1]))
+    squares = (acc[span].double() - held[span].double()).square()
     sums = torch.segment_reduce(squares, "sum", lengths=lengths, initial=0.0)
     return (sums / lengths.clamp(min=1)).cpu()
 

@@ -14,13 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oktopk.kernels.blocks import BINS, HEADER_WORDS, RUN, SHIFTS, TILE, Found, Rows, group_of, rescale, sample_of
+from oktopk.kernels.blocks import (
+    BINS,
+    HEADER_WORDS,
+    LARGEST,
+    RUN,
+    SHIFTS,
+    TILE,
+    Found,
+    Rows,
+    group_of,
+    rescale,
+    sample_of,
+)
 
 NAME = "gpu (triton)"
 LANES = Found.LANES
 CHUNK = 1024
 SLOTS = 16
 """Of each tile that are packed at a time."""
+
+PLANNED = 5
+"""Numbers that are planned for each region, see `_plan`."""
 
 PROGRAMS = 1024
 """Of a kernel that walks along a whole vector, if it does anything at all."""
@@ -75,7 +90,7 @@ def _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds):
     for digit in range(len(BINS)):
         _count(
             grid, grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
-            digit, adds, rows is not None, halvings, *SHIFTS, *BINS, RUN, CHUNK,
+            digit, adds, rows is not None, halvings, *SHIFTS, *BINS, RUN, LARGEST, CHUNK,
         )  # fmt: skip
     _pick((1,), wanted, counts, out, *SHIFTS, *BINS)
 
@@ -84,11 +99,11 @@ def _flat(rows, anything):
     return (anything, anything, 0, 0) if rows is None else (rows.starts, rows.scale, len(rows.scale) - 1, rows.in_all)
 
 
-def measure(grad: Tensor, held: Tensor, rows: Rows) -> None:
-    """Make each row's scale the rms of held + grad in it."""
-    pieces = torch.empty(len(rows.edges) - 1, device=held.device)
+def measure(grad: Tensor, rows: Rows) -> None:
+    """Take the squares of this gradient into the rows' running means, and make their scales anew."""
+    pieces = torch.empty(len(rows.edges) - 1, device=grad.device)
     if len(pieces):
-        _squares((len(pieces),), grad, held, rows.edges, pieces, CHUNK)
+        _squares((len(pieces),), grad, rows.edges, pieces, CHUNK)
         rescale(pieces, rows)
 
 
@@ -114,23 +129,26 @@ def _launch_find(grad, held, acc, threshold, turn, found, rows, adds):
         _find(
             (tiles,), grad, held, acc, threshold, turn, starts, scale, first, found.place, found.value, found.count,
             found.bad, found.groups, held.numel(), adds, rows is not None, halvings, group_of(tiles), TILE, room, LANES,
+            LARGEST,
         )  # fmt: skip
 
 
-def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int) -> None:
+def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rows: Rows | None = None) -> None:
     """Write what was found into a block for each region, as much as it has room for, and the headers."""
     tiles, room = found.place.shape
     size, words = blocks.shape
     group, groups = group_of(tiles), len(found.groups)
-    plan = torch.empty(3 * size + groups, dtype=torch.int64, device=cuts.device)
+    plan = torch.empty(PLANNED * size + groups + 2 * size * groups, dtype=torch.int64, device=cuts.device)
+    starts, scale, last, halvings = _flat(rows, found.value)
     _plan(
-        (size + 1,), found.place, found.count, found.groups, cuts, found.bad, turn, plan, blocks, words, capacity,
-        tiles, groups, size, group, TILE, room, LANES, CHUNK,
+        (size + 1,), found.place, found.value, found.count, found.groups, starts, scale, cuts, found.bad, turn, plan,
+        blocks, words, capacity, tiles, groups, last,
+        size, rows is not None, halvings, group, SLOTS, TILE, room, LANES, PLANNED, LARGEST, CHUNK,
     )  # fmt: skip
     if tiles:
         _send(
-            (groups,), found.place, found.value, found.count, cuts, plan, blocks, words, capacity, tiles,
-            size, group, SLOTS, TILE, room, HEADER_WORDS,
+            (groups,), found.place, found.value, found.count, starts, scale, cuts, plan, blocks, words, capacity, tiles,
+            groups, last, size, rows is not None, halvings, group, SLOTS, TILE, room, HEADER_WORDS, PLANNED, LARGEST,
         )  # fmt: skip
 
 
@@ -141,7 +159,7 @@ def add(block: Tensor, capacity: int, region: Tensor) -> None:
 
 
 def claim(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
-    """Write what the region has for each of a block's pairs into `value`, and make it zero there: it is had once."""
+    """Write what the region has for each of a block's pairs into `value`, and NOTHING there: it is had once."""
     if capacity:
         _add((triton.cdiv(capacity, CHUNK),), block, region, value, capacity, True, HEADER_WORDS, CHUNK)
 
@@ -192,7 +210,8 @@ def _count(
     grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
     DIGIT: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr,
     SHIFT_0: tl.constexpr, SHIFT_1: tl.constexpr, SHIFT_2: tl.constexpr,
-    BINS_0: tl.constexpr, BINS_1: tl.constexpr, BINS_2: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr,
+    BINS_0: tl.constexpr, BINS_1: tl.constexpr, BINS_2: tl.constexpr, RUN: tl.constexpr, LARGEST: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Count the digits of a sample of scores: of those that share the threshold's digits before."""
     number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -204,7 +223,7 @@ def _count(
     x = tl.abs(x)
     if SCALED:
         row = _row_of(starts, 0, last, tl.where(there, place, 0).to(tl.int32), HALVINGS)
-        x = tl.div_rn(x, tl.load(scale + row))
+        x = tl.minimum(tl.div_rn(x, tl.load(scale + row)), LARGEST)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if DIGIT == 0:
         _histogram(counts, bits >> SHIFT_0, there, BINS_0)
@@ -245,14 +264,14 @@ def _pick(
 
 
 @_kernel()
-def _squares(grad, held, edges, pieces, CHUNK: tl.constexpr):
+def _squares(grad, edges, pieces, CHUNK: tl.constexpr):
     """Sum the squares of a piece of a row."""
     piece = tl.program_id(0)
     start, end = tl.load(edges + piece), tl.load(edges + piece + 1)
     total = tl.zeros((CHUNK,), tl.float32)
     while start < end:
         at = start + tl.arange(0, CHUNK)
-        x = tl.load(held + at, at < end, other=0.0) + tl.load(grad + at, at < end, other=0.0).to(tl.float32)
+        x = tl.load(grad + at, at < end, other=0.0).to(tl.float32)
         total += x * x
         start += CHUNK
     tl.store(pieces + piece, tl.sum(total, 0))
@@ -260,24 +279,23 @@ def _squares(grad, held, edges, pieces, CHUNK: tl.constexpr):
 
 @triton.jit
 def _in_turn(turn, demand, room):
-    """The one of `demand` that is the first to have room, and how many have it that come before all others."""
+    """The first of `demand` equals to have room in this turn, and how many have it that come before all others."""
     over = demand > room
     begin = tl.where(over, turn.to(tl.int64) * room % tl.maximum(demand, 1), 0)
     return begin, tl.where(over, tl.maximum(begin + room - demand, 0), 0)
 
 
 @triton.jit
-def _slot_of(rank, begin, wrapped, room):
-    """Whether what has these ranks has room then, and its slot: the order stays."""
-    late = rank >= begin
-    return (rank < wrapped) | (late & (rank - begin < room)), tl.where(late, rank - begin + wrapped, rank)
+def _has_turn(rank, begin, wrapped, room):
+    """Whether the one of this rank has room then."""
+    return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
 
 
 @_kernel("numel")
 def _find(
     grad, held, acc, threshold, turn, starts, scale, first, place, value, count, bad, groups, numel,
     ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
+    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     local = tl.arange(0, TILE)
@@ -302,10 +320,21 @@ def _find(
     hits = hit.to(tl.int32)
     found = tl.sum(hits, 0)
     slot = tl.cumsum(hits, 0) - 1
-    if found > ROOM:
-        begin, wrapped = _in_turn(tl.load(turn), found, ROOM)
-        fits, turned = _slot_of(slot, begin, wrapped, ROOM)
-        hit, slot = hit & fits, turned.to(tl.int32)
+    if found > ROOM:  # the largest have room, and of those that equal the last of them those whose turn it is
+        score = size
+        if SCALED:
+            score = tl.minimum(tl.div_rn(size, tl.load(scale + row)), LARGEST)
+        bits = tl.where(hit, score.to(tl.int32, bitcast=True), -1)
+        least = 0
+        for digit in range(31):
+            higher = least | (1 << (30 - digit))
+            least = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= ROOM, higher, least)
+        equal = bits == least
+        free = ROOM - tl.sum((bits > least).to(tl.int32), 0)
+        ties = equal.to(tl.int32)
+        begin, wrapped = _in_turn(tl.load(turn), tl.sum(ties, 0), free)
+        hit = (bits > least) | (equal & _has_turn(tl.cumsum(ties, 0) - 1, begin, wrapped, free))
+        slot = tl.cumsum(hit.to(tl.int32), 0) - 1
     slots = tile.to(tl.int64) * ROOM + slot
     tl.store(place + slots, local, hit)
     tl.store(value + slots, x, hit)
@@ -344,18 +373,75 @@ def _plan_groups(groups, starts, num_groups, CHUNK: tl.constexpr):
         left -= CHUNK
 
 
-@_kernel("words", "capacity", "tiles", "num_groups")
+@triton.jit
+def _slots(
+    place, value, starts, scale, tile, held, done, low_cut, high_cut, last, SCALED: tl.constexpr,
+    HALVINGS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Some slots of each of these tiles: their indices, values, and the bits of their scores; -1 out of the region."""
+    slot = done + tl.arange(0, SLOTS)[None, :]
+    there = slot < held[:, None]  # held <= ROOM, so that no slot is another tile's
+    at = tile.to(tl.int64)[:, None] * ROOM + slot
+    index = tile[:, None] * TILE + tl.load(place + at, there, other=0)
+    x = tl.load(value + at, there, other=0.0)
+    score = tl.abs(x)
+    there = there & (index >= low_cut) & (index < high_cut)
+    if SCALED:
+        row = _row_of(starts, 0, last, tl.where(there, index, 0), HALVINGS)
+        score = tl.minimum(tl.div_rn(score, tl.load(scale + row)), LARGEST)
+    return index, x, tl.where(there, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _least(
+    place, value, count, starts, scale, low_cut, high_cut, capacity, first_group, end_group, tiles, last,
+    SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    ROOM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """The bits of the least score that has room in a region that was asked for more: by four digits of eight bits."""
+    each = tl.arange(0, 256)
+    least, wanted = tl.full((), 0, tl.int32), capacity
+    for digit in range(4):
+        shift = 24 - 8 * digit
+        counts = tl.zeros((256,), tl.int32)
+        group = first_group
+        while group < end_group:
+            tile = group * GROUP + tl.arange(0, GROUP)
+            held = tl.load(count + tile, tile < tiles, other=0)
+            most, done = tl.max(held, 0), 0
+            while done < most:
+                _, _, bits = _slots(
+                    place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
+                    SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
+                )  # fmt: skip
+                bits = tl.reshape(bits, (GROUP * SLOTS,))
+                same = (bits >= 0) & ((bits >> shift) >> 8 == (least >> shift) >> 8)  # in the digits before this one
+                counts += tl.histogram((bits >> shift) & 255, 256, mask=same)
+                done += SLOTS
+            group += 1
+        reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        chosen = tl.maximum(tl.sum((reach >= wanted).to(tl.int32), 0) - 1, 0)
+        wanted -= tl.sum(tl.where(each > chosen, counts, 0), 0)
+        least |= chosen << shift
+    return least
+
+
+@_kernel("words", "capacity", "tiles", "num_groups", "last")
 def _plan(
-    place, count, groups, cuts, bad, turn, plan, blocks, words, capacity, tiles, num_groups,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr,
+    place, value, count, groups, starts, scale, cuts, bad, turn, plan, blocks, words, capacity, tiles, num_groups, last,
+    SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Plan for each region where it begins among what was found, and which part of it fits; write its block's head.
-    One program more plans where each group of tiles begins.
+    """Plan for each region where it begins among what was found, and write its block's head. One program more plans
+    where each group of tiles begins.
+
+    Where more was found than fits, and that is seldom, plan also who has room: the bits of the least score that has
+    it, which equals have their turn, and for each group how many larger and how many equal ones lie before it.
     """
     region = tl.program_id(0)
     if region == SIZE:
-        _plan_groups(groups, plan + 3 * SIZE, num_groups, CHUNK)
+        _plan_groups(groups, plan + PLANNED * SIZE, num_groups, CHUNK)
         return
     low_cut, high_cut = tl.load(cuts + region), tl.load(cuts + region + 1)
     low_tile, high_tile = tl.minimum(low_cut // TILE, tiles), tl.minimum(high_cut // TILE, tiles)
@@ -370,22 +456,49 @@ def _plan(
         left -= CHUNK
     low = tl.sum(low_sum, 0) + _before(place, count, low_cut, low_tile, tiles, GROUP, TILE, ROOM)
     demand = tl.sum(high_sum, 0) + _before(place, count, high_cut, high_tile, tiles, GROUP, TILE, ROOM) - low
-    begin, wrapped = _in_turn(tl.load(turn), demand, capacity)
     tl.store(plan + region, low)
-    tl.store(plan + SIZE + region, begin)
-    tl.store(plan + 2 * SIZE + region, wrapped)
+    tl.store(plan + SIZE + region, (demand > capacity).to(tl.int64))
     block = blocks + region.to(tl.int64) * words
     tl.store(block, tl.minimum(demand, capacity).to(tl.int32))
     tl.store(block + 1, tl.sum(tl.load(bad + tl.arange(0, LANES)), 0))
     tl.store(block + 2, (demand & 0x7FFFFFFF).to(tl.int32))
     tl.store(block + 3, (demand >> 31).to(tl.int32))
+    if demand > capacity:
+        first_group = (low_tile // GROUP).to(tl.int32)
+        end_group = tl.minimum(high_tile // GROUP + 1, num_groups).to(tl.int32)
+        least = _least(
+            place, value, count, starts, scale, low_cut, high_cut, capacity, first_group, end_group, tiles, last,
+            SCALED, HALVINGS, GROUP, SLOTS, TILE, ROOM, LARGEST,
+        )  # fmt: skip
+        before = plan + PLANNED * SIZE + num_groups + region.to(tl.int64) * 2 * num_groups
+        larger, equal = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+        group = first_group
+        while group < end_group:
+            tl.store(before + group, larger)
+            tl.store(before + num_groups + group, equal)
+            tile = group * GROUP + tl.arange(0, GROUP)
+            held = tl.load(count + tile, tile < tiles, other=0)
+            most, done = tl.max(held, 0), 0
+            while done < most:
+                _, _, bits = _slots(
+                    place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
+                    SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
+                )  # fmt: skip
+                larger += tl.sum(tl.sum((bits > least).to(tl.int32), 1), 0)
+                equal += tl.sum(tl.sum((bits == least).to(tl.int32), 1), 0)
+                done += SLOTS
+            group += 1
+        begin, wrapped = _in_turn(tl.load(turn), equal, capacity - larger)
+        tl.store(plan + 2 * SIZE + region, least.to(tl.int64))
+        tl.store(plan + 3 * SIZE + region, begin)
+        tl.store(plan + 4 * SIZE + region, wrapped)
 
 
-@_kernel("words", "capacity", "tiles")
+@_kernel("words", "capacity", "tiles", "num_groups", "last")
 def _send(
-    place, value, count, cuts, plan, blocks, words, capacity, tiles,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
-    HEADER: tl.constexpr,
+    place, value, count, starts, scale, cuts, plan, blocks, words, capacity, tiles, num_groups, last,
+    SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    TILE: tl.constexpr, ROOM: tl.constexpr, HEADER: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Copy the pairs of a group of tiles, region by region, of which there is nearly always one, and a few slots of
     each tile at a time: most tiles have few.
@@ -393,7 +506,7 @@ def _send(
     group = tl.program_id(0)
     tile = group * GROUP + tl.arange(0, GROUP)
     held = tl.load(count + tile, tile < tiles, other=0)
-    start = tl.load(plan + 3 * SIZE + group) + tl.cumsum(held, 0) - held
+    start = tl.load(plan + PLANNED * SIZE + group) + tl.cumsum(held, 0) - held
     most = tl.max(held, 0)
     row = tile.to(tl.int64)[:, None] * ROOM
     region = tl.full((), 0, tl.int32)
@@ -402,23 +515,72 @@ def _send(
     low_cut = tl.load(cuts + region)
     while (region < SIZE) & (low_cut < (group + 1).to(tl.int64) * GROUP * TILE):
         high_cut = tl.load(cuts + region + 1)
-        first = (start - tl.load(plan + region)).to(tl.int32)[:, None]
-        begin = tl.load(plan + SIZE + region).to(tl.int32)
-        wrapped = tl.load(plan + 2 * SIZE + region).to(tl.int32)
         block = blocks + region.to(tl.int64) * words + HEADER
-        done = 0
-        while done < most:
-            slot = done + tl.arange(0, SLOTS)[None, :]
-            there = slot < held[:, None]
-            index = tile[:, None] * TILE + tl.load(place + row + slot, there, other=0)
-            fits, turned = _slot_of(first + slot, begin, wrapped, capacity)
-            fits = there & (index >= low_cut) & (index < high_cut) & fits
-            to = block + turned
-            tl.store(to, (index - low_cut).to(tl.int32), fits)
-            tl.store(to + capacity, tl.load(value + row + slot, there, other=0.0).to(tl.int32, bitcast=True), fits)
-            done += SLOTS
+        if tl.load(plan + SIZE + region) != 0:
+            _send_largest(
+                place, value, starts, scale, plan, block, tile, held, low_cut, high_cut, region, group, capacity,
+                num_groups, last, SIZE, SCALED, HALVINGS, SLOTS, TILE, ROOM, PLANNED, LARGEST,
+            )  # fmt: skip
+        else:
+            first = (start - tl.load(plan + region)).to(tl.int32)[:, None]
+            done = 0
+            while done < most:
+                slot = done + tl.arange(0, SLOTS)[None, :]
+                there = slot < held[:, None]
+                index = tile[:, None] * TILE + tl.load(place + row + slot, there, other=0)
+                # ranks in the region are below its demand, which is at most the capacity here
+                fits = there & (index >= low_cut) & (index < high_cut)
+                to = block + first + slot
+                tl.store(to, (index - low_cut).to(tl.int32), fits)
+                bits = tl.load(value + row + slot, there, other=0.0).to(tl.int32, bitcast=True)
+                tl.store(to + capacity, bits, fits)
+                done += SLOTS
         region += 1
         low_cut = high_cut
+
+
+@triton.jit
+def _send_largest(
+    place, value, starts, scale, plan, block, tile, held, low_cut, high_cut, region, group, capacity, num_groups, last,
+    SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    ROOM: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Copy those pairs of a group of tiles that have room in a region which was asked for more, see `_plan`."""
+    least = tl.load(plan + 2 * SIZE + region).to(tl.int32)
+    begin, wrapped = tl.load(plan + 3 * SIZE + region), tl.load(plan + 4 * SIZE + region)
+    before = plan + PLANNED * SIZE + num_groups + region.to(tl.int64) * 2 * num_groups
+    most = tl.max(held, 0)
+    larger, equal = tl.zeros_like(held).to(tl.int64), tl.zeros_like(held).to(tl.int64)
+    done = 0
+    while done < most:
+        _, _, bits = _slots(
+            place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
+            SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
+        )  # fmt: skip
+        larger += tl.sum((bits > least).to(tl.int32), 1)
+        equal += tl.sum((bits == least).to(tl.int32), 1)
+        done += SLOTS
+    # how many larger and equal ones lie before each tile, then before each of its slots
+    larger = tl.load(before + group) + tl.cumsum(larger, 0) - larger
+    equal = tl.load(before + num_groups + group) + tl.cumsum(equal, 0) - equal
+    done = 0
+    while done < most:
+        index, x, bits = _slots(
+            place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
+            SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
+        )  # fmt: skip
+        above, ties = (bits > least).to(tl.int32), (bits == least).to(tl.int32)
+        larger_rank = larger[:, None] + tl.cumsum(above, 1) - above
+        rank = equal[:, None] + tl.cumsum(ties, 1) - ties
+        # begin >= wrapped: of the equal ones before this one, those have room that are before `wrapped` or from `begin`
+        slot = larger_rank + tl.minimum(rank, wrapped) + tl.maximum(rank - begin, 0)
+        fits = (above != 0) | ((ties != 0) & ((rank < wrapped) | (rank >= begin)))
+        fits = fits & (slot < capacity)
+        tl.store(block + slot, (index - low_cut).to(tl.int32), fits)
+        tl.store(block + capacity + slot, x.to(tl.int32, bitcast=True), fits)
+        larger += tl.sum(above, 1)
+        equal += tl.sum(ties, 1)
+        done += SLOTS
 
 
 @_kernel("capacity")
@@ -428,8 +590,8 @@ def _add(block, region, value, capacity, CLAIMS: tl.constexpr, HEADER: tl.conste
     at = tl.load(block + HEADER + slot, there, other=0)
     total = tl.load(region + at, there, other=0.0)
     if CLAIMS:
-        tl.store(value + slot, total, slot < capacity)
-        tl.store(region + at, tl.zeros((CHUNK,), tl.float32), there)
+        tl.store(value + slot, tl.where(there, total, -0.0), slot < capacity)
+        tl.store(region + at, tl.full((CHUNK,), -0.0, tl.float32), there)
     else:
         pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
         tl.store(region + at, total + pair, there)

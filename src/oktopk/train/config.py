@@ -74,7 +74,9 @@ class Config:
     compressor: str = setting("oktopk", "the algorithm: " + ", ".join(sorted(ALGORITHMS)))
     density: float = setting(0.03, "the part of the gradient that a sparse step sends")
     dense_steps: int = setting(128, "steps before the first sparse one")
-    ranking: str = setting("scaled", "oktopk: what is large: magnitude, or scaled (by the rms of its row)")
+    ranking: str = setting(
+        "magnitude", "oktopk: what is large: magnitude, or scaled (by the rms of its row's gradient)"
+    )
     mode: str = setting("bounded", "oktopk: bounded (a hard cap on traffic) or paper")
     wire: str = setting(AUTO, "values as they travel: fp32, bf16, int8; auto: int8 with oktopk, fp32 with the others")
     momentum_correction: bool = setting(False, "DGC: momentum before selection, in place of the optimizer's")

@@ -1,0 +1,231 @@
+"""The law of error feedback: nothing waits for ever. The residual of a stationary gradient reaches a plateau."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import oktopk.reducer
+from oktopk import GaussianK, OkTopk, Reducer
+from oktopk.kernels.graphs import Graphs
+from tests.cases import replayed
+from tests.harness import on_threads
+
+SHARE = 0.05
+"""Largest part of what was put in that may be pending after `STEPS` steps."""
+
+STEPS = 1500
+SHAPES = ("plateau", "ramp", "sinus", "signs", "laplace")
+
+
+@dataclass(frozen=True)
+class Stationary:
+    """Gradients with a mean of this shape in each row, the same on all ranks, and noise of each rank's own.
+
+    loud    the rows' sizes lie between 1 and this
+    noise   its size, over the row's mean magnitude
+    used    every so many steps each row has a gradient: an embedding's rows, say
+    """
+
+    rows: tuple[int, ...]
+    shape: str = "plateau"
+    size: int = 1
+    loud: float = 1.0
+    noise: float = 0.3
+    used: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def mean(self) -> Tensor:
+        """Return the mean of the gradient."""
+        generator = torch.Generator().manual_seed(len(self.rows))
+        louder = torch.linspace(0, math.log(self.loud), len(self.rows)).exp().tolist()
+        return torch.cat([size * self._row(row, generator) for row, size in zip(self.rows, louder, strict=True)])
+
+    def _row(self, numel: int, generator: torch.Generator) -> Tensor:
+        x, uniform = torch.arange(1, numel + 1) / numel, torch.rand(numel, generator=generator)
+        return {
+            "plateau": torch.ones(numel),
+            "ramp": x,
+            "sinus": (7 * x).sin(),
+            "signs": (uniform - 0.5).sign(),
+            "laplace": (uniform - 0.5).sign() * -(1 - 2 * (uniform - 0.5).abs()).clamp(min=1e-6).log(),
+        }[self.shape]
+
+    def pending(self, steps: int) -> list[tuple[float, float]]:
+        """Return the mass that all ranks hold back and the mass that was put in, after `steps` and twice as many."""
+        by_rank = on_threads(self.size, lambda comm: self._run(comm, steps))
+        return [(sum(each[half][0] for each in by_rank), sum(each[half][1] for each in by_rank)) for half in range(2)]
+
+    def _run(self, comm: Any, steps: int) -> list[tuple[float, float]]:
+        mean, generator = self.mean(), torch.Generator().manual_seed(comm.rank)
+        row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.rows))
+        noise = self.noise * torch.cat([part.abs().mean().expand(len(part)) for part in mean.split(list(self.rows))])
+        reducer, put_in, masses = Reducer(OkTopk(**self.options), comm, segments=list(self.rows)), 0 * mean.double(), []
+        for step in range(2 * steps):
+            grad = mean + noise * torch.randn(len(mean), generator=generator)
+            grad *= (step + row_of) % self.used == 0
+            reducer.all_reduce(grad)
+            put_in += grad
+            if step + 1 in (steps, 2 * steps):
+                assert reducer.residual is not None
+                masses.append((float(reducer.residual.double().abs().sum()), float(put_in.abs().sum())))
+        return masses
+
+
+def check_plateau(case: Stationary, steps: int = STEPS) -> None:
+    """Hold a run to the law; a gradient that is used in a tenth of the steps is pending ten times as long."""
+    (first, put_in), (second, _) = case.pending(steps)
+    assert first <= SHARE * put_in, f"{case}: {first / put_in:.1%} of what was put in is pending after {steps} steps"
+    assert second <= 1.25 * first, f"{case}: pending grew from {first:.4g} to {second:.4g}"
+
+
+BASE = (64, 512, 9, 9, 9, 1, 1)
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.mark.parametrize(
+    ("shape", "size", "options"),
+    [
+        ("plateau", 1, {"ranking": "scaled"}),
+        ("signs", 1, {"ranking": "magnitude"}),
+        ("laplace", 2, {}),
+        ("ramp", 2, {"mode": "paper", "ranking": "scaled"}),
+    ],
+    ids=str,
+)
+def test_a_row_that_agrees_with_itself_is_delivered(
+    shape: str, size: int, options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if step == "device":
+        if options.get("mode") == "paper":
+            pytest.skip("paper mode has no step on the device")
+        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+        monkeypatch.setattr(Graphs, "run", replayed)
+    check_plateau(Stationary(BASE, shape, size, options=options), steps=600)
+
+
+@st.composite
+def stationary(draw: st.DrawFn) -> Stationary:
+    """Draw gradients, and an algorithm."""
+    rows = draw(
+        st.sampled_from([BASE, (9,) * 120, (1,) * 200, (4096,), (512, 1, 512), (300, 3), (128,) * 8])
+        | st.lists(st.integers(1, 600), min_size=1, max_size=8).map(tuple)
+    )
+    return Stationary(
+        rows,
+        draw(st.sampled_from(SHAPES)),
+        draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8])),
+        draw(st.sampled_from([1.0, 10.0])),
+        draw(st.sampled_from([0.0, 0.3, 1.0])),
+        options={
+            "mode": draw(st.sampled_from(["bounded", "paper"])),
+            "ranking": draw(st.sampled_from(["magnitude", "scaled"])),
+            "wire": draw(st.sampled_from(["auto", "fp32", "bf16", "int8"])),
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(deadline=None, max_examples=24)
+@given(case=stationary())
+def test_the_residual_of_a_stationary_gradient_reaches_a_plateau(case: Stationary) -> None:
+    check_plateau(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranking", ["magnitude", "scaled"])
+def test_rows_that_are_seldom_used_are_delivered(ranking: str) -> None:
+    check_plateau(Stationary((64,) * 20, "signs", 2, used=10, options={"ranking": ranking}))
+
+
+GIANTS = {
+    "bounded": OkTopk(wire="fp32", ranking="magnitude"),
+    "bounded-scaled": OkTopk(),
+    "paper": OkTopk(mode="paper", wire="fp32", ranking="magnitude", cap=1.0),
+    "gaussiank": GaussianK(density=0.03),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.mark.parametrize("name", GIANTS)
+def test_what_is_larger_goes_first_although_all_others_are_equal(
+    name: str, step: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties at the threshold share what room is left; one element that is a million times larger does not wait."""
+    if step == "device":
+        if not name.startswith("bounded"):
+            pytest.skip("only bounded Ok-Topk has a step on the device")
+        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+        monkeypatch.setattr(Graphs, "run", replayed)
+    numel = 3000
+
+    def run(comm: Any) -> list[bool]:
+        reducer, arrived = Reducer(GIANTS[name], comm), []
+        for number in range(12):
+            grad, giant = torch.ones(numel), (977 * number + 2999) % numel
+            grad[giant] = 1e6
+            arrived.append(float(reducer.all_reduce(grad)[giant]) >= 0.9e6)
+        return arrived
+
+    for arrived in on_threads(size, run):
+        assert all(arrived), arrived
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.mark.parametrize("both", [False, True])
+def test_what_cancels_over_the_ranks_does_not_keep_its_slots(
+    both: bool, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks disagree on the largest elements, and their sum is zero: it is delivered, and the rest has its turn."""
+    if step == "device":
+        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+        monkeypatch.setattr(Graphs, "run", replayed)
+    numel = 2000
+
+    def run(comm: Any) -> tuple[float, float]:
+        reducer = Reducer(OkTopk(wire="fp32", ranking="magnitude"), comm)
+        small = torch.randn(numel, generator=torch.Generator().manual_seed(7)) * (1 if both else 0)
+        for number in range(120):
+            grad = small.clone()
+            grad[:40] += (1 - 2 * comm.rank) * (100 if number == 0 else 0)
+            reducer.all_reduce(grad)
+        assert reducer.residual is not None
+        return float(reducer.residual[:40].abs().max()), float(reducer.residual.abs().max())
+
+    for cancelled, most in on_threads(2, run):
+        assert cancelled <= 90, "what cancels is held for ever"
+        assert most <= 90
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+def test_density_one_after_a_lower_density_delivers_everything(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is large lies in one tenth, so that the cuts move there; then everything is to travel."""
+    if step == "device":
+        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+        monkeypatch.setattr(Graphs, "run", replayed)
+    numel = 4000
+
+    def run(comm: Any) -> float:
+        reducer = Reducer(OkTopk(density=0.02, wire="fp32"), comm)
+        for number in range(40):
+            grad = torch.randn(numel, generator=torch.Generator().manual_seed(100 * number + comm.rank))
+            grad[400:] *= 1e-3
+            reducer.all_reduce(grad)
+        saved = reducer.state_dict()
+        dense = Reducer(OkTopk(density=1.0, wire="fp32"), comm)
+        dense.load_state_dict(saved)
+        dense.all_reduce(torch.ones(numel))
+        assert dense.residual is not None
+        return float(dense.residual.abs().max())
+
+    assert on_threads(3, run) == [0.0] * 3
