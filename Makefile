@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup test test-all check format train bench clean
+.PHONY: help setup test test-slow test-long test-all check format train bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,8 +14,8 @@ setup: .venv/ready  ## the tools and the package, into .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-test: .venv/ready  ## the laws, on threads and on a few real processes: under six minutes on two cores
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+test: .venv/ready  ## the laws, on threads and on a few real processes: about three minutes on two cores
+	$(BIN)/pytest -m "not slow and not long" -n 2 --dist loadfile
 
 .venv/ready-all: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"
@@ -24,8 +24,14 @@ test: .venv/ready  ## the laws, on threads and on a few real processes: under si
 	  || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium > /dev/null; }
 	@touch $@
 
-test-all: test .venv/ready-all  ## the long tests as well, the trainers above DDP among them
-	$(BIN)/pytest -m slow
+test-slow: .venv/ready-all  ## CI's second part: processes that fail and resume, launchers, trainers above DDP, a browser
+	$(BIN)/pytest -m "slow and not long" -n 2 --dist loadfile
+
+test-long: .venv/ready-all  ## what CI leaves out, and the laws on many random examples: run it before a release
+	$(BIN)/pytest -m "(long or hypothesis) and not alone" -n 2 --dist loadfile --hypothesis-profile=long -o timeout=600
+	$(BIN)/pytest -m "long and alone"
+
+test-all: test test-slow test-long  ## all three
 
 check: .venv/ready  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -38,6 +38,20 @@ def algorithms(density: float, **periods: int) -> dict[str, Any]:
 
 
 NAMES = tuple(algorithms(1.0))
+COVER = (
+    "dense",
+    "topka-bf16",
+    "topkdsa-int8",
+    "gtopk-fp32",
+    "gaussiank-fp32",
+    "oktopk-bounded-as-is",
+    "oktopk-bounded-magnitude-fp32",
+    "oktopk-paper-magnitude-bf16",
+    "oktopk-paper-scaled-int8",
+)
+"""Dense, each baseline and each mode with each ranking, and every wire with a baseline and with Ok-Topk.
+
+For tests that say something other than the laws; `test_laws`, `test_state_dict` and `test_cost` have every name."""
 OKTOPK_NAMES = tuple(name for name in NAMES if name.startswith("oktopk"))
 
 

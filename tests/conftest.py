@@ -9,16 +9,15 @@ from hypothesis import HealthCheck, settings
 
 from tests.harness import Processes, on_threads
 
-# The same examples on every run: what lands must not depend on luck. `deadline` measures the machine, not the code.
-settings.register_profile(
-    "laws",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=40,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+# `laws`: the same examples on every run, so that what lands does not depend on luck. `long` (make test-long passes
+# --hypothesis-profile=long): new examples on every run, and those that failed are kept in .hypothesis and tried first.
+COMMON: dict[str, Any] = {
+    "deadline": None,  # it measures the machine, not the code
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("laws", derandomize=True, database=None, max_examples=25, **COMMON)
+settings.register_profile("long", derandomize=False, max_examples=250, **COMMON)
 settings.load_profile("laws")
 
 torch.set_num_threads(1)  # ranks are threads here: eight of them with a pool each would only wait for each other

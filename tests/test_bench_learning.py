@@ -76,7 +76,7 @@ def test_all_ranks_train_with_the_same_bits(name):
         assert all(torch.equal(a, b) for a, b in zip(first[1], trained, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SPARSE if name not in LOSES and not parse(name).local_momentum])
 def test_what_was_not_delivered_is_in_a_residual(name):
     setting = parse(name)
@@ -90,7 +90,7 @@ def test_what_was_not_delivered_is_in_a_residual(name):
     close(delivered[LAYOUT.large :], wanted[LAYOUT.large :])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SPARSE if not parse(name).local_momentum])
 def test_at_density_1_every_setting_delivers_what_dense_does(name):
     setting = parse(f"{name}+density=1+wire=fp32+ramp=+flush_wire=fp32+ceiling=0")

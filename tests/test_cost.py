@@ -26,7 +26,7 @@ def records(comm: Any, case: Case) -> list[Any]:
     return [step.record for step in trace(comm, case)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_step_sends_more_messages_than_predicted(name: str, size: int) -> None:
     case = Case(algorithms(0.02, rethreshold_every=2, repartition_every=3)[name], size, numel=900, kind="skew")
@@ -92,7 +92,7 @@ def test_paper_stays_in_its_band_with_many_segments() -> None:
 
 
 @pytest.mark.parametrize("kind", ["heavy tails", "drifting"])
-@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8))])
+@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 8))])
 def test_paper_sends_6k_words_in_the_median_of_a_stationary_run(size: int, kind: str) -> None:
     """6k(P-1)/P, and on top of it what does not depend on k: a verdict, two sizes, and two headers for each peer."""
     case = Case(OkTopk(density=0.01, mode="paper", **PLAIN), size, numel=20_000, kind=kind, steps=100)
@@ -102,7 +102,7 @@ def test_paper_sends_6k_words_in_the_median_of_a_stationary_run(size: int, kind:
     assert words <= 6 * wanted(case) * (size - 1) / size + fixed
 
 
-@pytest.mark.parametrize("mode", ["bounded", pytest.param("paper", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["bounded", pytest.param("paper", marks=pytest.mark.long)])
 def test_the_words_a_rank_sends_do_not_grow_with_the_ranks(mode: str) -> None:
     """From P = 4 to 64 only the (P-1)/P of the formula, what is fixed for each peer, and ceil(k/P) for k/P in paper."""
     algorithm = OkTopk(density=1 / 16, mode=mode, **PLAIN)

@@ -20,6 +20,7 @@ def run(*command):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_readmes_lines_run_under_torchrun():
     """The README's diff, as a program: its two lines are in it, dense steps come first, the loss falls."""

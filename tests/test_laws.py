@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from oktopk import Dense
 from oktopk.kernels import WORTH_COMPILING
-from tests.cases import DTYPES, KINDS, NAMES, OKTOPK_NAMES, Case, algorithms, cases, trace
+from tests.cases import COVER, DTYPES, KINDS, NAMES, Case, algorithms, cases, trace
 from tests.harness import on_threads
 from tests.laws import check_every_law, same_run
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15)  # the long tests have ten times as many
+@settings(max_examples=15)  # `make test-long` has ten times as many, from a new seed each time
 @given(data=st.data())
 def test_every_law_holds_on_every_step(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))
     check_every_law(case, on_threads(case.size, trace, case))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150)
@@ -34,7 +34,7 @@ def test_every_law_holds_on_many_more_cases(name: str, data: st.DataObject) -> N
     check_every_law(case, on_threads(case.size, trace, case))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 @settings(max_examples=2)
 @given(data=st.data())
 def test_a_repeated_run_gives_the_same_bits(name: str, data: st.DataObject) -> None:
@@ -43,7 +43,7 @@ def test_a_repeated_run_gives_the_same_bits(name: str, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_every_kind_of_gradient_is_conserved_by_every_algorithm(name: str, kind: str) -> None:
     """What hypothesis may not have drawn: each pair once, at P = 3, across a repartition and a rethreshold."""
     algorithm = algorithms(0.05, rethreshold_every=2, repartition_every=3)[name]
@@ -52,17 +52,21 @@ def test_every_kind_of_gradient_is_conserved_by_every_algorithm(name: str, kind:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", OKTOPK_NAMES)
+@pytest.mark.parametrize("name", [name for name in COVER if name.startswith("oktopk")])
 def test_the_laws_hold_where_kernels_are_compiled(name: str, dtype: torch.dtype) -> None:
     algorithm = algorithms(0.02, rethreshold_every=2, repartition_every=3)[name]
     case = Case(algorithm, size=2, numel=WORTH_COMPILING + 77, kind="heavy tails", dtype=dtype)
     check_every_law(case, on_threads(2, trace, case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)
-@given(size=st.integers(1, 8), numel=st.integers(0, 4000), kind=st.sampled_from(tuple(KINDS)))
+@settings(max_examples=8)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    size=st.integers(1, 8),
+    numel=st.integers(0, 4000),
+    kind=st.sampled_from(tuple(KINDS)),
+)
 def test_density_1_equals_dense(name: str, dtype: torch.dtype, size: int, numel: int, kind: str) -> None:
     """On the first step; on later ones each holds the rounding of its own earlier ones, which conservation covers."""
     case = Case(algorithms(1.0)[name], size, numel, kind, dtype, steps=1)
@@ -80,7 +84,7 @@ def _unit(case: Case) -> float:
     return 2 * max(torch.finfo(case.dtype).eps, 1e-6, wire["fp32" if named == "auto" else named])
 
 
-@pytest.mark.parametrize("kind", ["heavy tails", "ties", "few"])
+@pytest.mark.parametrize("kind", ["heavy tails", "ties"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("fp32", "dense", "as-is"))])
 def test_density_1_leaves_nothing_behind(name: str, kind: str) -> None:
     case = Case(algorithms(1.0)[name], size=4, numel=5001, kind=kind)
@@ -88,7 +92,7 @@ def test_density_1_leaves_nothing_behind(name: str, kind: str) -> None:
         assert not any(bool(step.residual.any()) for step in steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 @pytest.mark.parametrize("numel", [0, 1, 7])
 def test_a_vector_shorter_than_the_ranks_are_many(name: str, numel: int) -> None:
     case = Case(algorithms(0.3)[name], size=8, numel=numel)
@@ -97,7 +101,7 @@ def test_a_vector_shorter_than_the_ranks_are_many(name: str, numel: int) -> None
     assert all(step.record.nnz > 0 for steps in by_rank for step in steps) == (numel > 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_one_rank_alone_sends_nothing_and_loses_nothing(name: str) -> None:
     case = Case(algorithms(0.05)[name], size=1, numel=500)
     (steps,) = on_threads(1, trace, case)
@@ -106,7 +110,7 @@ def test_one_rank_alone_sends_nothing_and_loses_nothing(name: str) -> None:
     assert all(step.record.nnz > 0 for step in steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_the_gradient_is_not_touched_and_the_result_looks_like_it(name: str) -> None:
     def job(comm: object) -> None:
         case = Case(algorithms(0.1)[name], size=2, numel=60)
@@ -121,7 +125,7 @@ def test_the_gradient_is_not_touched_and_the_result_looks_like_it(name: str) -> 
     on_threads(2, job)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_elements_need_not_lie_side_by_side(name: str) -> None:
     def job(comm: object) -> None:
         case = Case(algorithms(0.1)[name], size=2, numel=60)

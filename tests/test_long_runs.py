@@ -56,14 +56,14 @@ def check_nothing_was_lost(by_rank: list[Totals]) -> None:
     assert bool((missing.abs() <= RELATIVE * sum(t.magnitude for t in by_rank)).all())
 
 
-@pytest.mark.parametrize("kind", ["growing", *(pytest.param(k, marks=pytest.mark.slow) for k in ("skew", "waking"))])
-@pytest.mark.parametrize("name", [n if n in SHOWN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("kind", ["growing", *(pytest.param(k, marks=pytest.mark.long) for k in ("skew", "waking"))])
+@pytest.mark.parametrize("name", [n if n in SHOWN else pytest.param(n, marks=pytest.mark.long) for n in NAMES])
 def test_every_law_holds_for_200_steps(name: str, kind: str) -> None:
     case = Case(algorithms(0.02)[name], size=2, numel=400, kind=kind, steps=STEPS, jump_at=100)
     check_every_law(case, on_threads(2, trace, case))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "numel", "density"), [(4, 3000, 0.01), (5, 257, 0.1), (7, 5, 0.5)])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_lost_over_200_steps(name: str, size: int, numel: int, density: float) -> None:
@@ -73,17 +73,17 @@ def test_nothing_is_lost_over_200_steps(name: str, size: int, numel: int, densit
 
 @pytest.mark.timeout(180)  # eight ranks on a busy machine
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["heavy tails", pytest.param("drifting", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["heavy tails", pytest.param("drifting", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("size", "numel", "density"),
     [
         (2, 20_000, 0.01),
-        pytest.param(1, 20_000, 0.01, marks=pytest.mark.slow),
-        pytest.param(4, 20_000, 0.01, marks=pytest.mark.slow),
-        pytest.param(8, 20_000, 0.01, marks=pytest.mark.slow),
-        pytest.param(4, 5_000, 0.02, marks=pytest.mark.slow),
-        pytest.param(3, 60_000, 0.003, marks=pytest.mark.slow),
-        pytest.param(2, 120_000, 0.02, marks=pytest.mark.slow),  # k is large enough for sampled thresholds
+        pytest.param(1, 20_000, 0.01, marks=pytest.mark.long),
+        pytest.param(4, 20_000, 0.01, marks=pytest.mark.long),
+        pytest.param(8, 20_000, 0.01, marks=pytest.mark.long),
+        pytest.param(4, 5_000, 0.02, marks=pytest.mark.long),
+        pytest.param(3, 60_000, 0.003, marks=pytest.mark.long),
+        pytest.param(2, 120_000, 0.02, marks=pytest.mark.long),  # k is large enough for sampled thresholds
     ],
 )
 def test_the_selected_count_settles_within_the_band(
@@ -100,7 +100,7 @@ def test_the_selected_count_settles_within_the_band(
 
 @pytest.mark.parametrize(
     ("settings", "steps"),
-    [pytest.param(PLAIN, 60, id="plain"), pytest.param({}, 240, id="as it is", marks=pytest.mark.slow)],
+    [pytest.param(PLAIN, 60, id="plain"), pytest.param({}, 240, id="as it is", marks=pytest.mark.long)],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_no_coordinate_waits_for_ever(mode: str, settings: dict[str, Any], steps: int) -> None:

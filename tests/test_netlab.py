@@ -56,7 +56,8 @@ def transfer(num_bytes: int) -> dict[str, float]:
 
 
 @needs_a_lab
-@pytest.mark.slow  # where nothing else runs: it is a measurement
+@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("mbit", [20, 80, 300])
 def test_a_link_is_as_fast_as_it_says_in_both_directions_at_once(mbit: int) -> None:
     num_bytes = 3 * mbit * 125_000  # three seconds' worth
@@ -66,7 +67,8 @@ def test_a_link_is_as_fast_as_it_says_in_both_directions_at_once(mbit: int) -> N
 
 
 @needs_a_lab
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("mbit", [20, 300])
 def test_a_link_with_delay_is_as_fast_as_it_says(mbit: int) -> None:
     num_bytes = 3 * mbit * 125_000
@@ -139,7 +141,7 @@ def test_a_round_trip_takes_twice_the_delay(capfd: pytest.CaptureFixture[str]) -
 
 
 @needs_a_lab
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_share_that_gets_lost_is_the_one_set(capfd: pytest.CaptureFixture[str]) -> None:
     # Each of 2000 gets there and back with 0.8 * 0.8: 1280, with a standard deviation of 21.
     assert 1150 < ask(NUM_BACK, capfd, loss=0.2) < 1410
@@ -273,6 +275,7 @@ def start(*command: str, delay_ms: float = 0.0) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
 
 

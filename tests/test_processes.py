@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oktopk import Dense
-from tests.cases import DTYPES, NAMES, Case, algorithms, trace
+from tests.cases import COVER, DTYPES, Case, algorithms, trace
 from tests.harness import Processes, on_threads
 from tests.laws import check_every_law, same_bits, same_run
 
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.processes
 SIZES = (2, 3, 4)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", NAMES)
-def test_threads_and_processes_give_the_same_bits(processes: Processes, name: str, size: int) -> None:
+@pytest.mark.parametrize("name", COVER)
+def test_threads_and_processes_give_the_same_bits(processes: Processes, name: str) -> None:
+    size = SIZES[COVER.index(name) % 3]
     algorithm = algorithms(0.03, rethreshold_every=2, repartition_every=3)[name]
-    case = Case(algorithm, size, numel=3001, kind="skew", dtype=DTYPES[NAMES.index(name) % 4], steps=5)
+    case = Case(algorithm, size, numel=3001, kind="skew", dtype=DTYPES[COVER.index(name) % 4], steps=5)
     real = processes.run(size, trace, case)
     check_every_law(case, real)
     same_run(real, on_threads(size, trace, case))
 
 
-@pytest.mark.parametrize("kind", ["zero", "one rank zero", "growing", "cancelling ranks"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["one rank zero", "growing"])
+@pytest.mark.parametrize("name", COVER)
 def test_every_law_holds_on_processes(processes: Processes, name: str, kind: str) -> None:
     case = Case(algorithms(0.05, rethreshold_every=2, repartition_every=2)[name], size=3, numel=500, kind=kind)
     real = processes.run(3, trace, case)
@@ -36,8 +36,8 @@ def test_every_law_holds_on_processes(processes: Processes, name: str, kind: str
     same_run(real, on_threads(3, trace, case))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("numel", [0, 3])
+@pytest.mark.parametrize("name", COVER)
 def test_short_vectors_on_processes(processes: Processes, name: str, numel: int) -> None:
     case = Case(algorithms(0.5)[name], size=4, numel=numel, kind="heavy tails")
     real = processes.run(4, trace, case)

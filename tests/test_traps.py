@@ -12,12 +12,12 @@ from oktopk import NonFiniteError, OkTopk, Reducer, Sparse
 from oktopk.algorithms.base import Reduced, observe
 from oktopk.partition import balanced_cuts, consensus, even_cuts, rebalanced_cuts
 from oktopk.wire import Codec
-from tests.cases import NAMES, OKTOPK_NAMES, PLAIN, Case, algorithms, take_step, trace
+from tests.cases import COVER, NAMES, OKTOPK_NAMES, PLAIN, Case, algorithms, take_step, trace
 from tests.harness import on_threads
 from tests.laws import check_every_law, predicted, same_bits, same_run, selected_limit, wanted
 
-SPARSE_NAMES = [name for name in NAMES if name != "dense"]
-EXACT_NAMES = [name for name in SPARSE_NAMES if name.endswith("fp32")]  # no rounding: a coordinate goes whole or stays
+SPARSE_NAMES = [name for name in COVER if name != "dense"]
+EXACT_NAMES = [name for name in NAMES if name.endswith("fp32")]  # no rounding: a coordinate goes whole or stays
 BOTH_MODES = pytest.mark.parametrize("mode", ["bounded", "paper"])
 
 
@@ -56,7 +56,7 @@ def spied(comm: Any, case: Case) -> list[tuple[Tensor, Reduced]]:
 # ---- intersecting with an unsorted list: nearly the whole update applied twice on every threshold-refresh step
 
 
-@pytest.mark.parametrize("kind", ["heavy tails", "correlated ranks", "ties"])
+@pytest.mark.parametrize("kind", ["correlated ranks", "ties"])
 @pytest.mark.parametrize("name", EXACT_NAMES)
 def test_intersecting_with_an_unsorted_list_applies_nothing_twice(name: str, kind: str) -> None:
     """Each delivered coordinate is the sum of what the ranks say was taken of theirs, on refresh steps above all."""
@@ -82,7 +82,7 @@ def test_a_list_that_is_unsorted_repeated_or_out_of_range_cannot_be_made(index: 
 # ---- strict `>` with k = 1 or ties selects nothing
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("name", SPARSE_NAMES)
 def test_strict_greater_with_k_1_selects_nothing(name: str, size: int) -> None:
     case = Case(algorithms(1e-9)[name], size, numel=1000, steps=6)
@@ -104,7 +104,7 @@ def test_strict_greater_with_ties_selects_nothing(name: str, density: float, kin
 # ---- clearing the residual of something that was not sent (the k-th element lost each step)
 
 
-@pytest.mark.parametrize("kind", ["heavy tails", "ties", "skew", "growing"])
+@pytest.mark.parametrize("kind", ["ties", "growing"])
 @pytest.mark.parametrize("name", [name for name in EXACT_NAMES if not name.startswith("gtopk")])
 def test_clearing_the_residual_of_something_that_was_not_sent(name: str, kind: str) -> None:
     """A coordinate of a rank stays, bit for bit, or goes whole; and goes only where something was delivered."""
@@ -223,7 +223,7 @@ def test_splitting_with_the_wrong_remainder(numel: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [10, 13])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_splitting_with_the_wrong_remainder_loses_the_tail(name: str, numel: int) -> None:
     """Each element in turn is all there is, so that one that nobody owns would never arrive."""
 
@@ -238,7 +238,7 @@ def test_splitting_with_the_wrong_remainder_loses_the_tail(name: str, numel: int
 # ---- warm-up length not a multiple of tau: first sparse step with threshold 0
 
 
-@pytest.mark.parametrize("warm_up", [0, 1, 5, 33])
+@pytest.mark.parametrize("warm_up", [0, 5])
 @pytest.mark.parametrize("name", [*OKTOPK_NAMES, "gaussiank-fp32"])
 def test_the_first_sparse_step_has_threshold_0(name: str, warm_up: int) -> None:
     """Steps that came before the first sparse one, here skipped ones, do not count for its periods."""
@@ -260,7 +260,7 @@ def test_the_first_sparse_step_has_threshold_0(name: str, warm_up: int) -> None:
 # ---- residual kept in class attributes, shared between two models of one process
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_residual_kept_in_class_attributes(name: str) -> None:
     """Two reducers, even with one algorithm object between them, taking turns: each as if it were alone."""
     algorithm = algorithms(0.05)[name]
@@ -281,7 +281,7 @@ def test_residual_kept_in_class_attributes(name: str) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), -float("inf")], ids=str)
 @pytest.mark.parametrize("at_step", [0, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_a_nan_poisons_the_residual_and_an_inf_spreads(name: str, at_step: int, poison: float) -> None:
     """Refused on all ranks, with rank and index; the residual keeps its bits; the run goes on as if nothing was."""
     case = Case(algorithms(0.05, rethreshold_every=2, repartition_every=2)[name], size=3, numel=200)
@@ -305,7 +305,7 @@ def test_a_nan_poisons_the_residual_and_an_inf_spreads(name: str, at_step: int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_a_sum_that_overflows_poisons_the_residual(name: str, dtype: torch.dtype) -> None:
     """Each gradient is finite, their sum is not: refused on all ranks, all as before, and the reducer goes on."""
     case = Case(algorithms(0.1)[name], size=4, numel=100, dtype=dtype)
@@ -347,7 +347,7 @@ def test_indices_inside_float32(numel: int, wire: str) -> None:
         "oktopk-bounded-magnitude-fp32",
         "oktopk-paper-magnitude-fp32",
         "gtopk-bf16",
-        pytest.param("topkdsa-fp32", marks=pytest.mark.slow),
+        pytest.param("topkdsa-fp32", marks=pytest.mark.long),
     ],
 )
 def test_indices_inside_float32_in_a_whole_step(name: str) -> None:
@@ -370,7 +370,7 @@ def test_indices_inside_float32_in_a_whole_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero", "few", "waking"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVER)
 def test_a_rank_with_nothing_to_say_stays_away(name: str, kind: str) -> None:
     case = Case(algorithms(0.03, rethreshold_every=2, repartition_every=1)[name], size=5, numel=90, kind=kind, steps=6)
     check_every_law(case, on_threads(5, trace, case))

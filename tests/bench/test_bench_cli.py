@@ -89,6 +89,7 @@ def test_an_exchange_over_the_loopback_by_every_method() -> None:
     assert {"date", "command", "hardware", "versions", "numel", "pays"} <= set(result)
 
 
+@pytest.mark.slow
 @needs_a_lab
 @pytest.mark.processes
 def test_an_exchange_in_the_lab_leaves_files_and_counts_bytes(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def everything_happens(pace: int) -> list[Books]:
 
 @pytest.mark.parametrize(
     ("size", "pace"),
-    [(2, 3), pytest.param(2, 10, marks=pytest.mark.slow), pytest.param(3, 10, marks=pytest.mark.slow)],
+    [(2, 3), pytest.param(2, 10, marks=pytest.mark.slow), pytest.param(3, 10, marks=pytest.mark.long)],
 )
 def test_nothing_is_lost_in_a_run_in_which_everything_happens(worlds: Worlds, size: int, pace: int) -> None:
     by_rank = worlds.run(size, everything_happens, pace)

@@ -141,7 +141,7 @@ def test_in_the_dense_phase_and_with_parameters_that_travel_dense(worlds: Worlds
     check(parity, worlds.run(3, compare, parity))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("bucket_cap_mb", [0.1, 1, 25])
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -152,7 +152,7 @@ def test_fifty_steps_of_a_net_of_several_buckets(worlds: Worlds, size: int, buck
     assert (by_rank[0].buckets[1] > 1) == (bucket_cap_mb < 25)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)
 @pytest.mark.parametrize("size", [1, 3])
 def test_fifty_steps_with_every_algorithm(worlds: Worlds, size: int, algorithm: Any) -> None:

@@ -46,7 +46,7 @@ def whole_lines(path: Path) -> list[Any]:
 KILLED = [
     (1, 2, 2),
     pytest.param(0, 2, 2, marks=pytest.mark.slow),  # the host of the store
-    pytest.param(1, 3, 2, marks=pytest.mark.slow),
+    pytest.param(1, 3, 2, marks=pytest.mark.long),
     pytest.param(1, 2, 1_000_000, marks=pytest.mark.slow),  # in the dense phase
 ]
 
@@ -71,7 +71,7 @@ def raise_in_forward(rank: int, step: int, attached: Any) -> None:
         raise ZeroDivisionError("my own")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "stays"])
 def test_an_error_in_one_forward_ends_the_others(size: int, stays: bool) -> None:
     """A process that ends is noticed at once, one that stays after its error only by the timeout."""
@@ -92,7 +92,7 @@ def test_an_error_in_one_forward_ends_the_others(size: int, stays: bool) -> None
     "algorithm",
     [
         TopkA(density=0.05),
-        pytest.param(OkTopk(density=0.05), marks=pytest.mark.slow),
+        pytest.param(OkTopk(density=0.05), marks=pytest.mark.long),
         pytest.param(OkTopk(density=0.05, mode="paper"), marks=pytest.mark.slow),
     ],
     ids=["topka", "bounded", "paper"],
@@ -183,7 +183,7 @@ if how == "ends in the middle":
     [
         "just ends",
         pytest.param("destroys the group", marks=pytest.mark.slow),
-        pytest.param("forgets the handle", marks=pytest.mark.slow),
+        pytest.param("forgets the handle", marks=pytest.mark.long),
         pytest.param("ends in the middle", marks=pytest.mark.slow),
     ],
 )

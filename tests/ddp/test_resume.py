@@ -112,7 +112,7 @@ def test_a_resumed_run_ends_with_the_same_bits(worlds: Worlds, name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RUNS, *MORE_RUNS])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in RUNS), *MORE_RUNS])
 def test_a_resumed_run_ends_with_the_same_bits_on_three_ranks(worlds: Worlds, name: str) -> None:
     run = {**RUNS, **MORE_RUNS}[name]
     assert worlds.run(3, stop_and_resume, run, tuple(range(1, STEPS, 2))) == [[True] * (STEPS // 2)] * 3

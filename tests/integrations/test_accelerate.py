@@ -36,6 +36,7 @@ def test_both_ranks_hold_the_same_weights(ran):
     assert ran.weights[0] == ran.weights[1]
 
 
+@pytest.mark.long
 def test_resumed_from_a_checkpoint_it_ends_with_the_same_bits(ran, tmp_path):
     checkpoint = tmp_path / "half"
     half = run_example(*TORCHRUN, EXAMPLE, "--epochs", 2, "--checkpoint", checkpoint)
@@ -52,6 +53,7 @@ def test_accelerate_launch_starts_only_one_process_on_the_cpu_and_we_say_so():
     assert NOT_IN_DDP in done.stdout
 
 
+@pytest.mark.long
 def test_accelerate_itself_still_drops_a_hook_that_it_does_not_know_without_a_word():
     done = run("-c", ACCELERATE_ALONE)
     assert done.returncode == 0, done.stdout

@@ -60,6 +60,7 @@ def test_resumed_from_a_checkpoint_it_ends_with_the_same_bits(ran, tmp_path):
     assert resumed.weights == ran.weights
 
 
+@pytest.mark.long
 def test_lightning_itself_still_drops_a_hook_on_the_cpu_without_a_word():
     done = run("-c", LIGHTNING_ALONE)
     assert done.returncode == 0, done.stdout

@@ -32,6 +32,7 @@ def test_both_ranks_hold_the_same_weights(ran):
     assert ran.weights[0] == ran.weights[1]
 
 
+@pytest.mark.long
 def test_resumed_from_a_checkpoint_it_ends_with_the_same_bits(ran, tmp_path):
     half = run_example(*TORCHRUN, EXAMPLE, "--steps", 40, "--checkpoint", tmp_path)
     assert half.weights != ran.weights
@@ -41,6 +42,7 @@ def test_resumed_from_a_checkpoint_it_ends_with_the_same_bits(ran, tmp_path):
     assert resumed.weights == ran.weights
 
 
+@pytest.mark.long
 def test_the_trainer_itself_still_has_no_setting_for_a_hook():
     done = run("-c", SETTINGS)
     assert done.returncode == 0, done.stdout

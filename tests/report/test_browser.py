@@ -27,7 +27,6 @@ FLAGS = [
     "--no-first-run", "--disable-quic",
 ]  # fmt: skip
 EVIL = "</script><script>throw 1</script>"
-SIZES = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
 MOST_OPENING_S = 3.0
 PATIENCE_S = 30.0
 
@@ -115,8 +114,17 @@ def draw_all(seen: Opened) -> None:
     seen.page.wait_for_timeout(500)
 
 
-@pytest.mark.parametrize("name", ["one", "both", "damaged", "empty"])
-@pytest.mark.parametrize(("width", "scheme"), SIZES)
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"),
+    [
+        ("one", 400, "light"),
+        ("both", 1280, "dark"),
+        ("damaged", 400, "dark"),
+        ("empty", 1280, "light"),
+        pytest.param("one", 1280, "dark", marks=pytest.mark.long),
+        pytest.param("both", 400, "light", marks=pytest.mark.long),
+    ],
+)
 def test_it_opens_without_a_complaint_or_a_request_and_nothing_is_cut(
     browser: Any, pages: Path, name: str, width: int, scheme: str
 ) -> None:
@@ -179,6 +187,7 @@ def test_the_rank_is_chosen(browser: Any, pages: Path) -> None:
     assert seen.complaints == []
 
 
+@pytest.mark.long
 def test_series_are_switched_off_and_on(browser: Any, pages: Path) -> None:
     seen = opened(browser, pages / "one.html")
     for wanted in (False, True):
@@ -219,12 +228,14 @@ def test_another_run_is_chosen_and_names_are_texts(browser: Any, pages: Path) ->
     assert seen.complaints == []
 
 
+@pytest.mark.long
 def test_a_definition_opens(browser: Any, pages: Path) -> None:
     seen = opened(browser, pages / "one.html")
     seen.page.locator('[data-chart="loss-0"] a.definition').click()
     assert seen.page.locator("#def-a-training-run").is_visible()
 
 
+@pytest.mark.long
 def test_the_scheme_changes_while_it_is_open(browser: Any, pages: Path) -> None:
     seen = opened(browser, pages / "one.html")
     seen.plot("loss-0")
@@ -245,6 +256,8 @@ def write_long_run(folder: Path, steps: int) -> None:
             file.write(lines[number % len(lines)].replace('"@"', str(number)) + "\n")
 
 
+@pytest.mark.long
+@pytest.mark.alone
 def test_a_run_of_100_000_steps_opens_in_less_than_3_seconds(browser: Any, tmp_path: Path) -> None:
     steps = 100_000
     write_long_run(tmp_path / "long", steps)

@@ -11,7 +11,7 @@ from oktopk.report.read import read_records
 from tests.integrations.examples import ROOT, run
 
 ARCHIVE = ROOT.parent / "shared" / "an4" / "an4_raw.bigendian.tar.xz"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
 
 
 @pytest.mark.skipif(not ARCHIVE.exists(), reason=f"the AN4 corpus is not beside the project ({ARCHIVE.name})")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,11 @@ SMALL = "--dnn lstman4-small --dataset an4 --max-epochs 2 --batch-size 2 --lr 0.
 FEW = "--dense-steps 3 --set timeout_s=20 --set device=cpu --set threads=1"
 """One thread, wherever: how sums are split over threads is seen in their last bits, and launchers bind as they like."""
 WITHOUT_END = "--max-epochs 10000 --set validate_every=10000 --set checkpoint_every=4 --dense-steps 3"
-STARTERS = ("nproc", "torchrun", "openmpi", "mpich")
+
+
+def few(first: str, *others: str) -> list[Any]:
+    """Return what starts the workers: in CI one, another one from test to test; the others in the long suite."""
+    return [first, *(pytest.param(by, marks=pytest.mark.long) for by in others)]
 
 
 def starter(name: str) -> list[str]:
@@ -170,7 +175,7 @@ def two(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return check_run(folder, 2, 16, output)
 
 
-@pytest.mark.parametrize("by", STARTERS[1:])
+@pytest.mark.parametrize("by", few("mpich", "torchrun", "openmpi"))
 def test_whatever_starts_the_workers_the_run_is_the_same(by, speech, two, tmp_path):
     status, output = run(by, f"{SMALL} {FEW} --data-dir {speech}", tmp_path)
     assert status == 0, output
@@ -180,6 +185,7 @@ def test_whatever_starts_the_workers_the_run_is_the_same(by, speech, two, tmp_pa
     assert "\x1b[" not in output, "no terminal, no colours"
 
 
+@pytest.mark.long
 def test_one_worker(speech, tmp_path):
     done = started("one", f"{SMALL} {FEW} --nproc 1 --data-dir {speech}", tmp_path)
     with done as running:
@@ -190,7 +196,7 @@ def test_one_worker(speech, tmp_path):
     assert last < first
 
 
-@pytest.mark.parametrize("by", ["nproc", "mpich"])
+@pytest.mark.parametrize("by", few("nproc", "mpich"))
 def test_the_users_command_on_the_large_net(by, speech, tmp_path):
     """Word for word, but for the batch size, the data and the steps: all of them take hours."""
     users = "--dnn lstman4 --dataset an4 --max-epochs 1 --lr 0.001 --compressor oktopk --density 0.02 --batch-size 2"
@@ -199,6 +205,7 @@ def test_the_users_command_on_the_large_net(by, speech, tmp_path):
     check_run(tmp_path, 2, 4, output)
 
 
+@pytest.mark.long
 def test_two_jobs_at_a_time_do_not_meet(speech, two, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -211,7 +218,7 @@ def test_two_jobs_at_a_time_do_not_meet(speech, two, tmp_path):
             assert check_run(folder, 2, 16, output) == two
 
 
-@pytest.mark.parametrize("by", STARTERS)
+@pytest.mark.parametrize("by", few("torchrun", "nproc", "openmpi", "mpich"))
 def test_a_worker_that_is_killed_ends_all(by, speech, tmp_path):
     with started(by, f"{SMALL} {FEW} {WITHOUT_END} --data-dir {speech}", tmp_path) as running:
         running.reach(8)
@@ -221,7 +228,7 @@ def test_a_worker_that_is_killed_ends_all(by, speech, tmp_path):
     assert re.search(r"SIGKILL|signal 9", output)
 
 
-@pytest.mark.parametrize("by", STARTERS)
+@pytest.mark.parametrize("by", few("nproc", "torchrun", "openmpi", "mpich"))
 def test_a_worker_that_fails_ends_all_with_its_message(by, speech, tmp_path):
     """A sound file that cannot be read any more, of those that one rank reads first: its message is the run's."""
     corpus = shutil.copytree(speech, tmp_path / "corpus")
@@ -235,7 +242,7 @@ def test_a_worker_that_fails_ends_all_with_its_message(by, speech, tmp_path):
     assert ("Traceback" in output) == (by == "torchrun"), "a line, but for torchrun's own"
 
 
-@pytest.mark.parametrize("by", ["nproc", "openmpi", "mpich"])
+@pytest.mark.parametrize("by", few("openmpi", "nproc", "mpich"))
 def test_the_workers_do_not_outlive_what_started_them(by, speech, tmp_path):
     with started(by, f"{SMALL} {FEW} {WITHOUT_END} --data-dir {speech}", tmp_path) as running:
         running.reach(4)
@@ -266,7 +273,7 @@ def test_a_run_that_may_restart_goes_on_from_its_last_checkpoint(speech, two, tm
     assert [record["step"] for record in records if record["kind"] == "step"] == list(range(16))
 
 
-@pytest.mark.parametrize("by", ["openmpi", "mpich"])
+@pytest.mark.parametrize("by", few("mpich", "openmpi"))
 def test_nproc_under_mpirun_is_refused(by, speech, tmp_path):
     status, output = run(by, f"{SMALL} --nproc 3 --data-dir {speech}", tmp_path)
     assert status not in (0, None)

@@ -171,7 +171,7 @@ def test_a_run_shorter_than_its_dense_steps_says_so_before_and_after(tmp_path: P
 # All ranks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_all_ranks_hold_the_same_weights_after_200_steps(tmp_path: Path, tiny: Settings) -> None:
     ended = succeed(
@@ -250,14 +250,14 @@ def test_resume_equals_never_having_stopped(tmp_path: Path, tiny: Settings, undi
 @pytest.mark.parametrize(
     ("size", "stops", "more"),
     [
-        (1, (2, 3, 17, 31), {}),
+        pytest.param(1, (2, 3, 17, 31), {}, marks=pytest.mark.long),
         (2, (2, 3, 8, 13), {}),  # dense, at the boundary, between epochs, sparse
-        (2, (3,), {"nsteps_update": 2}),
+        pytest.param(2, (3,), {"nsteps_update": 2}, marks=pytest.mark.long),
         (2, (5,), {"momentum_correction": True}),
-        (2, (3, 5), {"sparse_momentum": 0.0}),
+        pytest.param(2, (3, 5), {"sparse_momentum": 0.0}, marks=pytest.mark.long),
         (2, (5,), {"augment": True, "clip_place": "local"}),
-        (2, (5,), {"compressor": "topka"}),
-        (2, (5,), {"compressor": "dense"}),
+        pytest.param(2, (5,), {"compressor": "topka"}, marks=pytest.mark.long),
+        pytest.param(2, (5,), {"compressor": "dense"}, marks=pytest.mark.long),
     ],
 )
 def test_resume_after_several_stops(
@@ -296,7 +296,11 @@ def test_going_on_from_an_earlier_checkpoint(tmp_path: Path, tiny: Settings, mix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "stop", "then"),
-    [(2, 5, 1), (2, 13, 3), (1, 20, 2)],  # the last: more steps than two workers need for all of it
+    [
+        pytest.param(2, 5, 1, marks=pytest.mark.long),
+        (2, 13, 3),
+        pytest.param(1, 20, 2, marks=pytest.mark.long),  # more steps than two workers need for all of it
+    ],
 )
 def test_another_number_of_workers_goes_on_and_ends(
     tmp_path: Path, tiny: Settings, size: int, stop: int, then: int
@@ -315,7 +319,7 @@ def test_another_number_of_workers_goes_on_and_ends(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compressor", ["topka", "dense"])
+@pytest.mark.parametrize("compressor", [pytest.param("topka", marks=pytest.mark.long), "dense"])
 def test_another_compressor_goes_on_with_what_is_pending(tmp_path: Path, tiny: Settings, compressor: str) -> None:
     folder = tmp_path / "run"
     before = succeed(folder, 2, **{**tiny, "max_steps": 5}).steps
@@ -352,7 +356,9 @@ def die_while_writing(rank: int, step: int, where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "where"), [(2, "file"), (1, "file"), (1, "pointer")])
+@pytest.mark.parametrize(
+    ("size", "where"), [(2, "file"), pytest.param(1, "file", marks=pytest.mark.long), (1, "pointer")]
+)
 def test_killed_while_a_checkpoint_is_written(
     tmp_path: Path, tiny: Settings, undisturbed: Callable[..., Ended], size: int, where: str
 ) -> None:
@@ -381,7 +387,7 @@ class Assassin:
         self.dice.choice(processes).kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_ten_kills_change_nothing(tmp_path: Path, tiny: Settings, undisturbed: Callable[..., Ended]) -> None:
     """The worker that is left ends by itself, soon; what is resumed ends where the undisturbed run does."""
@@ -434,9 +440,9 @@ def _backward(net: torch.nn.Module, batch: Batch, parts: int) -> float:
     ("size", "more"),
     [
         pytest.param(2, {"nsteps_update": 2, "clip": 20.0}, marks=pytest.mark.slow),
-        pytest.param(1, {"nsteps_update": 3, "clip": 1e9}, marks=pytest.mark.slow),
+        pytest.param(1, {"nsteps_update": 3, "clip": 1e9}, marks=pytest.mark.long),
         (2, {"clip": 1.0, "clip_place": "local"}),  # which holds for dense steps too
-        pytest.param(3, {"clip": 1.0}, marks=pytest.mark.slow),
+        pytest.param(3, {"clip": 1.0}, marks=pytest.mark.long),
     ],
 )
 def test_dense_steps_are_those_of_plain_pytorch(
@@ -493,9 +499,11 @@ def test_the_loss_is_ctc_of_log_probabilities(monkeypatch: pytest.MonkeyPatch) -
 
 
 ALL = sorted([*ALGORITHMS, "oktopk-paper"])
+IN_CI = ("gtopk", "oktopk-paper")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ALL])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.long) for n in ALL])
 def test_every_compressor_trains(tmp_path: Path, tiny: Settings, name: str) -> None:
     compressor, _, mode = name.partition("-")
     settings = {**tiny, "compressor": compressor, "dense_steps": 2, "max_steps": 6, "mode": mode or "bounded"}
@@ -577,7 +585,7 @@ def test_a_skipped_step_leaves_no_trace(tmp_path: Path, tiny: Settings) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [20.0, 0.0])
+@pytest.mark.parametrize("clip", [20.0, pytest.param(0.0, marks=pytest.mark.long)])
 def test_lr_1_is_named_as_what_it_is(tmp_path: Path, tiny: Settings, clip: float) -> None:
     """With a clip the loss explodes; without one the gradient is soon not finite."""
     steady = {"lr": 1.0, "lr_anneal": 1.0, "sparse_momentum": 0.9}
@@ -625,7 +633,7 @@ def validated_by_hand(net: torch.nn.Module, speech: Path) -> tuple[float, Counts
     return math.fsum(losses) / len(utterances), transcripts.counts()
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_validation_is_that_of_the_saved_net_on_any_number_of_workers(
     tmp_path: Path, tiny: Settings, speech: Path, size: int
 ) -> None:
