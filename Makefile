@@ -14,7 +14,7 @@ setup: .venv/ready  ## the tools and the package, into .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-test: .venv/ready  ## the laws, on threads and on a few real processes: about three minutes on two cores
+test: .venv/ready  ## the laws, on threads and on a few real processes: minutes on two cores
 	$(BIN)/pytest -m "not slow and not long" -n 2 --dist loadfile
 
 .venv/ready-all: .venv/ready
