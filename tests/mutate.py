@@ -67,8 +67,9 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
 
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-            between = place(node.left)[1], place(node.comparators[0])[0]
-            yield mutant(node, *between, f" {COMPARISONS[type(node.ops[0])]} ")
+            start, end = place(node.left)[1], place(node.comparators[0])[0]
+            if b"(" not in data[start:end] and b")" not in data[start:end]:
+                yield mutant(node, start, end, f" {COMPARISONS[type(node.ops[0])]} ")
         elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             start, end = place(node.left)[1], place(node.right)[0]
             if b"(" not in data[start:end] and b")" not in data[start:end]:
