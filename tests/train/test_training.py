@@ -25,12 +25,14 @@ from oktopk.report.report import make_report
 from oktopk.report.run import SPLIT, load_run
 from oktopk.report.summary import summary_of
 from oktopk.train import checkpoint, loop
+from oktopk.train.config import Config
 from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.data.manifest import read_manifest
 from oktopk.train.health import DivergedError
 from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
+from tests.ddp.harness import through_a_file
 from tests.train.runs import Ended, last, num_steps, same_weights, succeed, train
 
 pytestmark = pytest.mark.processes
@@ -92,6 +94,57 @@ def test_the_momentum_falls_and_the_learning_rate_rises_at_the_switch(mixed: End
         expected = (lr, 0.9) if step["phase"] == "dense" else (5 * lr, 0.5)
         assert (step["lr"], step["momentum"]) == pytest.approx(expected)
     assert [epoch["lr"] for epoch in mixed.epochs] == [mixed.steps[7]["lr"], mixed.steps[15]["lr"]]
+
+
+def optimizer_of(config: Config) -> tuple[torch.nn.Parameter, torch.optim.SGD]:
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    rates = config.rates_at(0, "dense")
+    return weight, torch.optim.SGD([weight], lr=rates.lr, momentum=rates.momentum, nesterov=config.nesterov)
+
+
+def update_of(weight: torch.nn.Parameter, optimizer: torch.optim.SGD, config: Config, phase: str) -> torch.Tensor:
+    """Return how far one step goes under a gradient that is always the same."""
+    before = weight.detach().clone()
+    weight.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    loop.set_rates(optimizer, config.rates_at(0, phase))
+    optimizer.step()
+    return before - weight.detach()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_steady_gradient_has_steps_of_one_size_through_the_switch_and_back(nesterov: bool) -> None:
+    """The buffers of momentum 0.9 made the first sparse steps 2.0, 1.5 and 1.25 times too large."""
+    config = Config(nesterov=nesterov)
+    weight, optimizer = optimizer_of(config)
+    for _ in range(400):
+        steady = update_of(weight, optimizer, config, "dense")
+    for phase in ("sparse", "sparse", "sparse", "dense", "dense"):
+        torch.testing.assert_close(update_of(weight, optimizer, config, phase), steady)
+
+
+def test_a_stop_at_any_step_around_the_switch_scales_the_buffers_once() -> None:
+    config, phases = Config(), ["dense"] * 3 + ["sparse"] * 3
+    weight, optimizer = optimizer_of(config)
+    updates = [update_of(weight, optimizer, config, phase) for phase in phases]
+    for stop in range(len(phases)):
+        weight, optimizer = optimizer_of(config)
+        resumed = []
+        for step, phase in enumerate(phases):
+            if step == stop:
+                saved = through_a_file(optimizer.state_dict())
+                optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=True)
+                optimizer.load_state_dict(saved)
+            resumed.append(update_of(weight, optimizer, config, phase))
+        assert all(map(torch.equal, resumed, updates)), f"stopped before step {stop}"
+
+
+def test_buffers_that_sgd_left_alone_at_momentum_0_are_forgotten() -> None:
+    config = Config(sparse_momentum=0.0)
+    weight, optimizer = optimizer_of(config)
+    first = update_of(weight, optimizer, config, "dense")
+    for phase in ("dense", "sparse", "sparse"):
+        update_of(weight, optimizer, config, phase)
+    torch.testing.assert_close(update_of(weight, optimizer, config, "dense"), first)
 
 
 def test_every_rank_has_its_figures_and_rank_0s_are_those_of_the_step(mixed: Ended) -> None:
@@ -420,7 +473,9 @@ def hand_written(speech: Path, settings: Settings, size: int) -> tuple[dict[str,
     losses = []
     for step in range(settings["max_steps"]):
         if step == settings["dense_steps"]:
-            optimizer.param_groups[0].update(lr=5 * settings["lr"], momentum=0.5)  # its buffers stay
+            optimizer.param_groups[0].update(lr=5 * settings["lr"], momentum=0.5)
+            for state in optimizer.state.values():
+                state["momentum_buffer"] *= 0.2  # (1 - 0.9) / (1 - 0.5)
         optimizer.zero_grad()
         work = [batch for share in shares for batch in share[step * passes : (step + 1) * passes]]
         losses.append(math.fsum(_backward(net, batch, len(work)) for batch in work))
@@ -461,7 +516,7 @@ def test_dense_steps_are_those_of_plain_pytorch(
 def test_at_density_1_sparse_steps_are_those_of_plain_pytorch_with_less_momentum(
     tmp_path: Path, tiny: Settings, speech: Path
 ) -> None:
-    """Across the switch: the momentum buffers go on as they are, with the rates of sparse steps."""
+    """Across the switch: the momentum buffers are scaled to the momentum of sparse steps."""
     settings = {**tiny, "dense_steps": 2, "max_steps": 5, "density": 1.0}
     weights, losses = hand_written(speech, settings, 2)
     ended = succeed(tmp_path / "run", 2, **settings)
