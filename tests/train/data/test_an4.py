@@ -194,6 +194,43 @@ def test_a_corpus_that_is_not_whole_is_refused_and_nothing_written(
     assert not (tmp_path / "out").exists()
 
 
+def renamed(name: str, text: str = "YES") -> dict[str, bytes]:
+    """Return a corpus whose validation list names one utterance so, and has this text for it."""
+    return without("an406-fcaw-b") | {
+        "an4/etc/an4_test.fileids": f"x/{name}\n".encode(),
+        "an4/etc/an4_test.transcription": f"{text} ({name})\n".encode(),
+        f"an4/wav/x/{name}.raw": audio("fcaw/an406-fcaw-b", "big")[1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (renamed("a" * 300), r"names an utterance 'a{80}'\.\.\. \(300 characters\), which can be no file name"),
+        (renamed("an1", "A " * 2000), "the transcription of an1 has 3999 characters, more than 2000"),
+        (renamed("an1", "A" * 20_000), "a line of 20006 characters, more than 10000"),
+        (renamed("an1") | {"an4/etc/an4_test.fileids": b"x/an1\n" * 20_001}, "has 20001 lines, more than 20000"),
+    ],
+    ids=["id", "text", "line", "lines"],
+)
+def test_what_is_too_long_is_named_in_one_line_and_nothing_written(
+    tmp_path: Path, made: dict[str, bytes], said: str
+) -> None:
+    """An id of 300 characters ended in a traceback, a text of any length was taken."""
+    with pytest.raises(DataError, match=said) as caught:
+        import_an4(pack(made, tmp_path / "a.tgz"), tmp_path / "out")
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_long_line_without_brackets_takes_no_time(tmp_path: Path) -> None:
+    """A pattern with many stars tried every way to divide the spaces."""
+    line = b"A" + b" " * 9_000 + b"B\n"
+    with pytest.raises(DataError, match=r"wanted: <s> TEXT </s> \(ID\)"):
+        import_an4(pack(files("big") | {"an4/etc/an4_test.transcription": line}, tmp_path / "a.tgz"), tmp_path / "out")
+
+
 def test_half_a_download_is_refused(tmp_path: Path) -> None:
     archive = pack(files("big"), tmp_path / "a.tgz")
     archive.write_bytes(archive.read_bytes()[: archive.stat().st_size // 2])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tarfile import SYMTYPE, TarInfo
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -75,6 +76,29 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path, monkeypatch: p
         assert done.exit_code == 2
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_bad_nist_header_is_one_line_that_names_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A size below 0 was a traceback from within a callback, and then an unspecified internal error."""
+    made = files("sphere")
+    name = next(name for name in made if name.endswith(".sph"))
+    for size in (b"  -1024", b"      0", b"   abcd", b"9999999"):
+        bad = made | {name: made[name].replace(b"   1024", size, 1)}
+        done = call("an4", pack(bad, tmp_path / "a.tgz"), "--out", tmp_path / "out")
+        assert done.exit_code == 2, done.stdout
+        assert len(done.stderr.splitlines()) == 1
+        assert f"{name.removeprefix('an4/')}: has a bad NIST header: its size is said to be" in done.stderr
+        assert capfd.readouterr().err == ""
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_trap_is_one_line(tmp_path: Path) -> None:
+    trap = TarInfo("an4/" + 300 * "a")
+    trap.type, trap.linkname = SYMTYPE, "/etc/passwd"
+    done = call("an4", pack(files("big"), tmp_path / "a.tgz", trap), "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "... (304 characters) that is a link" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

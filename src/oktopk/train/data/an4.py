@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from oktopk.train.data.archive import read_files
+from oktopk.train.data.archive import MOST_MEMBERS, read_files
 from oktopk.train.data.audio import RATE_HZ, ByteOrder, decode_pcm, detect_byte_order, has_header
-from oktopk.train.data.errors import DataError
+from oktopk.train.data.errors import DataError, shortened
 from oktopk.train.data.folder import MANIFESTS, PARTS, TRAIN_MANIFEST, add_utterance, held, replaced, write_manifests
 from oktopk.train.data.labels import LabelError, encode
 from oktopk.train.data.progress import counted
@@ -35,8 +35,14 @@ NOTICES = ("LICENSE", "COPYRIGHT", "COPYING", "README")
 NUM_PROBES = 16
 """Recordings, from all over the corpus, that the byte order is judged by."""
 
-_TRANSCRIPT = re.compile(r"^\s*(?:<s>)?\s*(?P<text>.*?)\s*(?:</s>)?\s*\((?P<name>[^()]+)\)\s*$")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+MOST_CHARACTERS = 2_000
+"""Of a transcription: AN4's longest has about 80."""
+
+MOST_LINE = 10_000
+"""Characters of a line in a list, which holds a transcription or two paths."""
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+"""With a suffix, any file system takes it: most have 255 bytes for a name."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,9 @@ def _prepared(files: dict[str, bytes], source: Path, part: str) -> list[_Item]:
 def _prepared_item(line: str, files: dict[str, bytes], namesakes: dict[str, list[str]], source: Path) -> _Item:
     wav, txt = (_nearest(column.strip(), namesakes, source) for column in f"{line},".split(",")[:2])
     name = PurePosixPath(wav).stem
+    _plain(name, source)
     text = _checked(files[txt].decode("utf-8", "replace").strip(), name, source)
-    return _Item(_plain(name, source), _speaker(name), text, files[wav], f"{source}/{wav}")
+    return _Item(name, _speaker(name), text, files[wav], f"{source}/{wav}")
 
 
 def _nearest(path: str, namesakes: dict[str, list[str]], source: Path) -> str:
@@ -173,8 +180,10 @@ def _nearest(path: str, namesakes: dict[str, list[str]], source: Path) -> str:
         if len(found) == 1:
             return found[0]
         if found:
-            raise DataError("bad corpus", source, f"lists {path}, which could be {' or '.join(sorted(found)[:2])}")
-    raise DataError("missing", source, f"lists {path!r} but has no file of that name")
+            raise DataError(
+                "bad corpus", source, f"lists {shortened(path)}, which could be {' or '.join(sorted(found)[:2])}"
+            )
+    raise DataError("missing", source, f"lists {shortened(path)} but has no file of that name")
 
 
 def _speaker(name: str) -> str:
@@ -186,18 +195,27 @@ def _speaker(name: str) -> str:
 def _transcripts(files: dict[str, bytes], source: Path, part: str) -> Iterator[tuple[str, str]]:
     """Yield each name and its text; the training lines have `<s> TEXT </s> (name)`, the test lines no marks."""
     for line in _lines(files, source, f"etc/{LISTS[part]}.transcription"):
-        match = _TRANSCRIPT.match(line)
-        if not match:
+        text, _, end = line.strip().rpartition("(")
+        name = end.removesuffix(")")
+        if name == end or not name or ")" in name:
             raise DataError(
-                "bad text", source, f"etc/{LISTS[part]}.transcription has {line!r}, wanted: <s> TEXT </s> (ID)"
+                "bad text",
+                source,
+                f"etc/{LISTS[part]}.transcription has {shortened(line)}, wanted: <s> TEXT </s> (ID)",
             )
-        yield match["name"], match["text"]
+        yield name, text.strip().removeprefix("<s>").removesuffix("</s>").strip()
 
 
 def _lines(files: dict[str, bytes], source: Path, name: str) -> list[str]:
     if name not in files:
         raise DataError("bad corpus", source, f"has no {name}")
-    return [line for line in files[name].decode("utf-8-sig", "replace").splitlines() if line.strip()]
+    lines = [line for line in files[name].decode("utf-8-sig", "replace").splitlines() if line.strip()]
+    if len(lines) > MOST_MEMBERS:
+        raise DataError("bad corpus", source, f"{name} has {len(lines)} lines, more than {MOST_MEMBERS}")
+    for line in lines:
+        if len(line) > MOST_LINE:
+            raise DataError("bad corpus", source, f"{name} has a line of {len(line)} characters, more than {MOST_LINE}")
+    return lines
 
 
 def _item(line: str, files: dict[str, bytes], texts: dict[str, str], source: Path) -> _Item:
@@ -213,11 +231,19 @@ def _item(line: str, files: dict[str, bytes], texts: dict[str, str], source: Pat
 
 def _plain(name: str, source: Path) -> str:
     if not _PLAIN_NAME.fullmatch(name):
-        raise DataError("bad corpus", source, f"names an utterance {name!r}, which can be no file name; refused")
+        raise DataError(
+            "bad corpus",
+            source,
+            f"names an utterance {shortened(name)}, which can be no file name; wanted at most 200 of A-Z a-z 0-9 _ . -",
+        )
     return name
 
 
 def _checked(text: str, name: str, source: Path) -> str:
+    if len(text) > MOST_CHARACTERS:
+        raise DataError(
+            "bad text", source, f"the transcription of {name} has {len(text)} characters, more than {MOST_CHARACTERS}"
+        )
     try:
         encode(text)
     except LabelError as error:

@@ -26,7 +26,8 @@ ByteOrder = Literal["big", "little"]
 Samples = NDArray[np.int16]
 T = TypeVar("T")
 
-_HEADERS = (b"RIFF", b"NIST_1A")
+_SPHERE = b"NIST_1A"
+_HEADERS = (b"RIFF", _SPHERE)
 
 
 def read_audio(path: str | Path) -> NDArray[np.float32]:
@@ -48,6 +49,7 @@ def read_pcm(path: str | Path, byte_order: ByteOrder | None = None) -> Samples:
 def decode_pcm(data: bytes, name: str | Path, byte_order: ByteOrder | None = None) -> Samples:
     """Return the samples that `data` holds: wav, NIST sphere, or headerless 16-bit PCM in `byte_order`."""
     if has_header(data):
+        _check_sphere_header(data, name)
         _check(_opened(name, lambda: soundfile.info(io.BytesIO(data))), name)
         samples: Samples = _opened(name, lambda: soundfile.read(io.BytesIO(data), dtype="int16"))[0]
         return samples
@@ -79,7 +81,9 @@ def detect_byte_order(recordings: list[bytes], name: str | Path) -> ByteOrder:
 
 def write_wav(path: str | Path, samples: Samples) -> None:
     """Write int16 samples as a 16 kHz mono wav file."""
-    soundfile.write(path, samples, RATE_HZ, subtype="PCM_16", format="WAV")
+    memory = io.BytesIO()
+    soundfile.write(memory, samples, RATE_HZ, subtype="PCM_16", format="WAV")
+    Path(path).write_bytes(memory.getbuffer())  # soundfile's own errors do not say that a disk is full
 
 
 def num_samples(path: str | Path) -> int:
@@ -104,6 +108,21 @@ def _opened(name: str | Path, read: Callable[[], T]) -> T:
     except (soundfile.LibsndfileError, OSError) as error:
         reason = getattr(error, "error_string", None) or error
         raise DataError("unreadable", name, f"cannot be read as wav or NIST sphere ({reason})") from None
+
+
+def _check_sphere_header(data: bytes, name: str | Path) -> None:
+    """Raise if the second line of a sphere file is not the size of its header: libsndfile would seek there blindly."""
+    if not data.startswith(_SPHERE):
+        return
+    size = data[len(_SPHERE) :].lstrip(b"\r\n")[:8].strip()
+    if not size.isdigit() or not 0 < int(size) <= len(data) or b"end_head" not in data[: int(size)]:
+        said = size.decode("ascii", "replace")
+        raise DataError(
+            "unreadable",
+            name,
+            f"has a bad NIST header: its size is said to be {said!r}, wanted a number up to the file's {len(data)} "
+            "bytes with end_head before it; is the download complete?",
+        )
 
 
 def _check(info: Any, name: str | Path) -> None:

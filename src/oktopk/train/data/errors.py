@@ -30,3 +30,12 @@ class DataError(OktopkError, ValueError):
 
 class SpeechError(OktopkError, RuntimeError):
     """The speech engine is not installed, or failed."""
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """Return a text of the data as an error shows it: quoted, on one line, and cut where it is longer than `most`.
+
+    >>> shortened("ABCDEF", 3)
+    "'ABC'... (6 characters)"
+    """
+    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text)} characters)"
