@@ -6,6 +6,15 @@ from typing import Any
 import pytest
 
 from oktopk.train.data.synth import make_speech
+from tests.train import runs
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of a module, whose runs take the time of its first test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the runs of a test end before pytest ends the test, whatever its mark says."""
+    mark = item.get_closest_marker("timeout")
+    seconds = mark.args[0] if mark else item.config.getoption("timeout") or item.config.getini("timeout")
+    runs.set_deadline(float(seconds) - runs.MARGIN_S)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -30,8 +31,22 @@ from oktopk.train.worker import Job, work
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.train.runs", "torch.utils.tensorboard", "oktopk.train.cli"])
 
-DEADLINE_S = 50.0
-"""Below the 60 s that a test has, so that a run that hangs is named."""
+MARGIN_S = 15.0
+"""Between the deadline of a run and the end of its test, so that a run that hangs is named with what it printed."""
+
+_deadline = math.inf
+
+
+def set_deadline(seconds: float) -> None:
+    """Let every run from now on end in `seconds`; `conftest.py` calls this with what each test has."""
+    global _deadline
+    _deadline = time.monotonic() + seconds
+
+
+def seconds_left() -> float:
+    """Return how long a run may still take."""
+    return max(0.0, _deadline - time.monotonic())
+
 
 TIMES = ("split", "ranks", "seconds", "wait_seconds", "epoch_seconds", "started")
 
@@ -143,12 +158,14 @@ def _portable(error: Exception) -> Exception:
 
 
 def _ended(folder: Path, store: Path, pipes: list[Connection], processes: list[Any]) -> Ended:
-    ended, deadline = Ended(folder), time.monotonic() + DEADLINE_S
+    ended, start = Ended(folder), time.monotonic()
     with ExitStack() as stack:
         for process in processes:
             stack.callback(process.kill)
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} did not end in {DEADLINE_S:g} s"
+            if not pipe.poll(seconds_left()):
+                printed = "\n".join(path.read_text() for path in sorted(store.parent.glob(f"{store.name}-out*")))
+                raise AssertionError(f"rank {rank} did not end in {time.monotonic() - start:.0f} s\n{printed}")
             try:
                 ended.results.append(pickle.loads(pipe.recv_bytes()))
             except EOFError:  # it was killed

@@ -22,6 +22,8 @@ from tests.integrations.examples import run as run_python
 from tests.train.data.corpus import tone
 from tests.train.runs import last, succeed, train
 
+pytestmark = pytest.mark.timeout(280)  # real runs, also on a machine that is busy
+
 Settings = dict[str, Any]
 MANIFEST = "an4_train_manifest.csv"
 
@@ -247,7 +249,6 @@ def test_a_truncated_checkpoint_ends_all_workers(tmp_path: Path, stopped: Path, 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_a_truncated_checkpoint_on_the_command_line(tmp_path: Path, stopped: Path) -> None:
     """Real workers: they end, all of them, with words and no traceback."""
     folder = tmp_path / "run"

@@ -19,6 +19,8 @@ from oktopk.train.plan import Plan
 from tests.integrations.examples import run as run_python
 from tests.train.runs import Ended, succeed
 
+pytestmark = pytest.mark.timeout(280)  # real runs, also on a machine that is busy
+
 ROWS: dict[str, list[str]] = {
     "nan, [], 1.0 and 0.0 in one log": [
         "test_records.py::test_no_figure_is_ever_nan",
@@ -197,7 +199,6 @@ def command(speech: Path, tmp_path: Path) -> Callable[..., tuple[int, str]]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_no_worker_makes_a_deprecated_call(command: Callable[..., tuple[int, str]]) -> None:
     """With every warning of a thing that will go away an error, in all workers."""
     wrong = "error::DeprecationWarning,error::FutureWarning,error::PendingDeprecationWarning"
@@ -211,7 +212,6 @@ def test_no_worker_makes_a_deprecated_call(command: Callable[..., tuple[int, str
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_divergence_ends_the_command_with_one_message(command: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     status, output = command("--lr", "1.0", "--set", "clip=0", "--max-epochs", 4)
     assert status == 1, output
