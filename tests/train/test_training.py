@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -35,7 +36,7 @@ from oktopk.train.models.ctc import ctc_loss
 from tests.ddp.harness import through_a_file
 from tests.train.runs import Ended, last, num_steps, same_weights, succeed, train
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 
 Settings = dict[str, Any]
 
@@ -298,8 +299,29 @@ def test_resume_equals_never_having_stopped(tmp_path: Path, tiny: Settings, undi
     assert len(resumed.events("first-sparse")) == 1
 
 
+def draw_noise(rank: int) -> None:
+    """Let the inputs depend on every generator on the host, as those of a net with dropout would."""
+    forward_backward = loop.Trainer._forward_backward
+    random.seed(rank)
+    np.random.seed(rank)
+
+    def noisy(self: loop.Trainer, work: list[Batch]) -> float:
+        for batch in work:
+            batch.inputs.add_(random.gauss(0, 1) + np.random.normal() + torch.randn_like(batch.inputs))
+        return forward_backward(self, work)
+
+    loop.Trainer._forward_backward = noisy  # type: ignore[method-assign]
+
+
+def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, tiny: Settings) -> None:
+    """Stopped after an odd number of draws: of the pairs that a normal distribution comes in one half is left."""
+    how: Settings = {**tiny, "max_steps": 5, "prepare": draw_noise}
+    whole, folder = succeed(tmp_path / "whole", **how), tmp_path / "run"
+    succeed(folder, **{**how, "max_steps": 3})
+    assert_same_run(succeed(folder, resume=last(folder), max_steps=5, prepare=draw_noise), whole)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("size", "stops", "more"),
     [

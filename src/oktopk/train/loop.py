@@ -33,6 +33,7 @@ from oktopk.train.models.ctc import ctc_loss
 from oktopk.train.place import Place
 from oktopk.train.plan import Plan, travel_dense
 from oktopk.train.records import by_rank_of
+from oktopk.train.rng import rng_state, set_rng_state
 from oktopk.train.scribe import Scribe
 from oktopk.train.together import all_or_none, check_same_weights, gather, share_buffers, total
 
@@ -119,10 +120,10 @@ class Trainer:
             self.sparse.load_pending(*(own["oktopk"][name] for name in ("residual", "velocity", "step")))
         else:
             self.sparse.load_state_dict(own["oktopk"])
-        if "rng" in own:
-            torch.set_rng_state(own["rng"])
         self.scribe.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
         self.scribe.event("resume", self.progress.step, f"resumed from {folder.name}")
+        if "generators" in own:  # at another number of workers there are none to go on with
+            set_rng_state(own["generators"], self.device)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; return the figures of the run."""
@@ -317,7 +318,7 @@ class Trainer:
             "health": asdict(self.health),
             "digest": digest,
         }
-        own = {"oktopk": self.sparse.state_dict(), "rng": torch.get_rng_state()}
+        own = {"oktopk": self.sparse.state_dict(), "generators": rng_state(self.device)}
         folder = checkpoint.save(self.scribe.run, self.progress.step, shared, own, best)
         self.scribe.log(f"step {self.progress.step}: checkpoint {folder.name}, weights {digest}")
 
