@@ -35,5 +35,7 @@ def test_the_dense_phase_is_held_to_105_percent_of_plain_ddp_round_by_round(dens
 @pytest.mark.processes
 def test_overlap_times_backward_exchange_and_both() -> None:
     result = overlap.main([*TINY, "--mbit", "0"])
-    assert set(result["seconds"]) == {"backward", "serial", "overlapped", "exchange"}
-    assert result["buckets"] >= 1
+    seconds = result["seconds"]
+    assert set(seconds) == {"backward", "serial", "overlapped", "exchange"}
+    assert all(0 < seconds[kind]["min"] <= seconds[kind]["median"] for kind in ("backward", "serial", "overlapped"))
+    assert result["buckets"] > 1  # one alone has nothing to overlap; that they do is tested in tests/ddp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from oktopk import OkTopk
 from tests.ddp.harness import (
+    EXCHANGE_TIMEOUT_S,
     Net,
     Raised,
     Worlds,
@@ -447,18 +449,14 @@ def test_uneven_inputs_with_join_train_as_under_plain_ddp(
         assert steps == max(steps_of_rank)
 
 
-def test_join_that_divides_by_the_ranks_that_are_left_is_refused_or_right(worlds: Worlds) -> None:
-    """DDP hands a hook nothing that says how many have joined."""
-    for raised, ours, theirs in worlds.run(2, join_dividing_by_the_rest):
-        assert raised is not None or all(relative_error(ours[name], theirs[name]) <= 1e-5 for name in ours)
-
-
-def join_dividing_by_the_rest() -> tuple[Raised | None, dict[str, Tensor], dict[str, Tensor]]:
-    ends, raised = [], None
+def join_dividing_by_the_rest() -> tuple[Raised | None, Raised | None, bool]:
+    """Return what plain DDP raises, what we raise, and whether our refusal left the weights alone."""
+    raised = []
     for plain in (True, False):
         model = DDP(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         attached = None if plain else attach(model)
+        before = weights_of(model.module)
 
         def train(model: DDP = model, optimizer: Any = optimizer) -> None:
             with Join([model], divide_by_initial_world_size=False):
@@ -467,11 +465,86 @@ def join_dividing_by_the_rest() -> tuple[Raised | None, dict[str, Tensor], dict[
                     loss_of(model, dist.get_rank(), step).backward()
                     optimizer.step()
 
-        raised = error_of(train)
+        raised.append(error_of(train))
         if attached is not None:
             attached.detach()
-        ends.append(weights_of(model.module))
-    return raised, ends[1], ends[0]
+    return raised[0], raised[1], same_bits(weights_of(model.module), before)
+
+
+def test_join_that_divides_by_the_ranks_that_are_left_is_refused_on_all_ranks(worlds: Worlds) -> None:
+    """DDP hands a hook nothing that says how many have joined."""
+    for theirs, ours, untouched in worlds.run(2, join_dividing_by_the_rest):
+        assert theirs is None
+        assert ours == Raised(
+            "SettingError", "Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks"
+        )
+        assert untouched
+
+
+ONE_REDUCED = threading.Event()
+
+
+class Telling(OkTopk):
+    """Ok-Topk that says when a reduction is over, that is when all ranks have sent and received."""
+
+    def reduce(self, acc: Tensor, state: Any, comm: Any) -> Any:
+        reduced = super().reduce(acc, state, comm)
+        ONE_REDUCED.set()
+        return reduced
+
+
+class Waiting(torch.autograd.Function):
+    """Lets backward wait, amid of it, until a reduction is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, seen: list[bool]) -> Tensor:
+        ctx.seconds, ctx.seen = seconds, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.seen.append(ONE_REDUCED.wait(ctx.seconds))
+        return grad, None, None
+
+
+class HalfWay(nn.Module):
+    """Two layers, of which the first has its gradient only after a wait between them."""
+
+    def __init__(self, seconds: float, seen: list[bool]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+        self.seconds, self.seen = seconds, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Waiting.apply(self.first(x), self.seconds, self.seen))  # type: ignore[no-any-return]
+
+
+def reduced_amid_backward(clip: float | None, seconds: float, steps: int) -> list[bool]:
+    """Return, for each step but the first, whether a reduction was over before backward had its last gradients.
+
+    In the first step DDP has one bucket for all of so small a net; after it the buckets are those that were asked for.
+    """
+    seen: list[bool] = []
+    net = HalfWay(0.0, seen)
+    model = DDP(net, bucket_cap_mb=0.0001)
+    attached = attach(model, Telling(density=0.5), clip=clip)
+    for step in range(steps):
+        ONE_REDUCED.clear()
+        net.seconds = seconds if step else 0.0
+        loss_of(model, dist.get_rank(), step).backward()
+    attached.detach()
+    return seen[1:]
+
+
+def test_buckets_are_exchanged_while_backward_still_runs(worlds: Worlds) -> None:
+    """Backward goes on only when the first bucket has been exchanged: an order of events, on a machine however busy."""
+    assert worlds.run(2, reduced_amid_backward, None, EXCHANGE_TIMEOUT_S, 3) == [[True] * 2] * 2
+
+
+def test_a_clip_waits_for_the_whole_gradient_before_it_exchanges(worlds: Worlds) -> None:
+    """The same wait sees nothing here, which shows that it can."""
+    assert worlds.run(2, reduced_amid_backward, 1.0, 0.3, 2) == [[False]] * 2
 
 
 def attach_in_mid_training() -> list[float]:
