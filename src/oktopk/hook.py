@@ -4,7 +4,7 @@
 import weakref
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
@@ -51,7 +51,19 @@ def check_model(model: object) -> None:
     """Refuse what cannot be attached to, and say why."""
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
+        if _is_sharded(model):
+            raise SettingError(
+                f"attach wants a DistributedDataParallel model, and {kind} is sharded by FSDP: FSDP scatters each "
+                "gradient over the ranks, so that no rank has the whole sum that oktopk exchanges, and it takes no "
+                "communication hook that could. If the model fits on one device, wrap it in DDP instead of FSDP"
+            )
         raise SettingError(f"attach wants a DistributedDataParallel model, not {kind}: wrap it in DDP first")
+    if getattr(model, "_use_python_reducer", False):
+        raise SettingError(
+            'torch._dynamo.config.optimize_ddp was "python_reducer" when this DDP model was made: its gradients then '
+            'pass by one at a time, not in buckets that a communication hook could take. Set it to "ddp_optimizer", '
+            "torch's default, or to False before you wrap the model in DDP"
+        )
     hook = hook_of(model)
     if hook is not None and hook.target is not None:
         raise SettingError("oktopk is attached to this model already: detach() first")
@@ -61,6 +73,14 @@ def check_model(model: object) -> None:
         raise SettingError("a module makes sparse gradients (nn.Embedding(sparse=True)): DDP's hooks cannot take them")
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise SettingError("skip_all_reduce_unused_params keeps gradients from the hook: use find_unused_parameters")
+
+
+def _is_sharded(model: object) -> bool:
+    """Whether FSDP, of either kind, has any part of this model."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # 600 modules that nobody else needs
+
+    sharded = (FullyShardedDataParallel, FSDPModule)
+    return isinstance(model, nn.Module) and any(isinstance(module, sharded) for module in model.modules())
 
 
 def register(model: DistributedDataParallel, target: Target) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch._dynamo
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.ddp.harness import Raised, Worlds, attach, error_of
@@ -19,6 +22,44 @@ def test_a_module_with_sparse_gradients(worlds: Worlds) -> None:
     (raised,) = worlds.run(1, sparse_gradients)
     assert raised.kind == "SettingError"
     assert "sparse=True" in raised.message
+
+
+def sharded() -> list[Raised | None]:
+    """FSDP of both kinds, and a model of which only a layer is sharded."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    part = nn.Sequential(fully_shard(nn.Linear(8, 8), mesh=mesh))
+    first = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    return [error_of(lambda model=model: attach(model)) for model in (first, whole, part)]
+
+
+def test_a_model_that_fsdp_shards_is_not_told_to_wrap_it_in_ddp_first(worlds: Worlds) -> None:
+    for raised in worlds.run(2, sharded)[0]:
+        assert raised is not None
+        assert raised.kind == "SettingError"
+        assert "sharded by FSDP" in raised.message
+        assert "DDP instead of FSDP" in raised.message
+
+
+def with_dynamos_python_reducer() -> tuple[Raised | None, Raised | None]:
+    """DDP chooses its reducer when it is made: what is set later does not matter to it."""
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        before = error_of(lambda: attach(DDP(nn.Linear(8, 8))))
+    model = DDP(nn.Linear(8, 8))
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        attached = attach(model)
+        after = error_of(model(torch.ones(1, 8)).sum().backward)
+    assert attached.step == 1
+    attached.detach()
+    return before, after
+
+
+def test_dynamos_python_reducer_is_refused_by_name(worlds: Worlds) -> None:
+    ((before, after),) = worlds.run(1, with_dynamos_python_reducer)
+    assert before is not None
+    assert before.kind == "SettingError"
+    assert "python_reducer" in before.message
+    assert after is None
 
 
 def attach_to_a_copy() -> tuple[bool, bool, bool]:
