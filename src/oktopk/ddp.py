@@ -31,6 +31,7 @@ from oktopk.exchange import Bucket, Exchange
 from oktopk.hook import check_model, hook_of, register
 from oktopk.kernels import kernels_for
 from oktopk.lanes import plan_lanes
+from oktopk.loss_scale import scaler_of_this_backward, watch_scalers
 from oktopk.plan import Momentum
 from oktopk.settings import Exclusion, Settings, checked_rules
 from oktopk.streams import now_on, wait_on
@@ -71,7 +72,9 @@ def attach(
     density_schedule    [(steps, density), ...] for the first sparse steps; then the algorithm's own density
     on_nonfinite        "raise": NaN or Inf on any rank is an error in backward() on all; "skip": the step delivers NaN,
                         which GradScaler or your own check will see, and the residuals are as if it had not been
-    scaler              your torch.amp.GradScaler: residuals are kept in unscaled units, whatever the scale does
+    scaler              your torch.amp.GradScaler: residuals are kept in unscaled units, whatever the scale does. If
+                        none is given, `GradScaler.scale` is wrapped to find the one that scaled each loss. Anything
+                        with is_enabled() and get_scale() will do
     sinks               where the records go: `JsonlSink`, `TensorBoardSink`, `MemorySink`, or any callable
     group               a process group for the exchange alone (default: a new one with the ranks of the model's)
     timeout             seconds after which a rank that waits for another gives up
@@ -89,6 +92,8 @@ def attach(
     )
     if settings.density_schedule:
         _check_has_density(settings.algorithm)
+    if not settings.scaled:
+        watch_scalers()
     attached = Attached(ddp_model, settings, scaler, sinks, group, timeout)
     register(ddp_model, attached)
     attached.announce()
@@ -119,6 +124,7 @@ class Attached:
         if len(devices) > 1:
             raise SettingError(f"attach wants a model whose parameters are on one GPU; these are on {len(devices)}")
         self._devices: list[int | str | torch.device] | None = list(devices) or None
+        self._looks_for_scaler = not settings.scaled
         self._done: Future[Exception | None] = Future()  # of the step that is being made
         own_group, recorder = group is None, Sinks(sinks)
         self.group = group or _new_group(ddp_model.process_group, timeout)
@@ -289,7 +295,15 @@ class Attached:
         if bucket.index() == 0:  # the buckets of a step are done together
             self._done = Future(devices=self._devices)
         buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
-        taken = Bucket(bucket.index(), bucket.is_last(), buffer, bucket.parameters(), self._done, now_on(buffer.device))
+        taken = Bucket(
+            index=bucket.index(),
+            is_last=bucket.is_last(),
+            buffer=buffer,
+            parameters=bucket.parameters(),
+            done=self._done,
+            scaler=scaler_of_this_backward() if self._looks_for_scaler else None,
+            ready=now_on(buffer.device),
+        )
         if buffer.is_cuda or not self._exchange.just_sums:
             self._worker.submit(partial(self._exchange.take_and_tell, taken))
         else:

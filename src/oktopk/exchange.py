@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.futures import Future
 
 from oktopk.algorithms import OkTopk
@@ -44,6 +45,7 @@ class Bucket:
     buffer: Tensor
     parameters: list[Tensor]
     done: Future[Exception | None]
+    scaler: GradScaler | None = None  # which was seen to scale this backward pass's loss
     ready: torch.Event | None = None  # on a GPU: when the gradients are there
     over: torch.Event | None = None  # on a GPU: when the means are there
     came_s: float = field(default_factory=time.perf_counter)
@@ -171,7 +173,7 @@ class Exchange:
 
     def _take(self, bucket: Bucket) -> None:
         if self._now is None or bucket.index == 0:
-            self._begin()
+            self._begin(bucket)
         assert self._now is not None
         self._now.buckets.append(bucket)
         grads = torch.split(bucket.buffer, [parameter.numel() for parameter in bucket.parameters])
@@ -180,14 +182,13 @@ class Exchange:
         if bucket.is_last:
             self._end(self._now)
 
-    def _begin(self) -> None:
+    def _begin(self, bucket: Bucket) -> None:
         if not self._agreed:
             self.agree()
-        scale = float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
         plan = Plan(
             step=self.next_step,
             algorithm=self.settings.algorithm_at(self.next_step),
-            loss_scale=scale,
+            loss_scale=self._loss_scale(bucket.scaler),
             momentum=self.settings.momentum,
             may_be_unused=self._may_be_unused,
         )
@@ -195,6 +196,21 @@ class Exchange:
         if not self._staying:
             self.bring_home()
         self._now, self._arrived, self._waiting = _Step(plan), {}, list(self.lanes)
+
+    def _loss_scale(self, seen: GradScaler | None) -> float:
+        """Return the scale of the scaler that was given, or else of the one that was seen."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            return float(self._scaler.get_scale())
+        if seen is None:
+            return 1.0
+        if not self.settings.scaled:
+            self.settings = replace(self.settings, scaled=True)
+            if not self.comm.rank:
+                sys.stderr.write(
+                    "oktopk: a GradScaler scales the loss, and attach was not given it: its scale is used, as with "
+                    "scaler=\n"
+                )
+        return float(seen.get_scale())
 
     @property
     def stays(self) -> bool:

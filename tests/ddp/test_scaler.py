@@ -5,7 +5,10 @@ Scales are powers of two, so that scaling and unscaling round nothing: the two r
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +26,8 @@ from tests.ddp.harness import (
     attach,
     batch,
     error_of,
+    grads_of,
+    loss_of,
     mean_of,
     name_of,
     relative_error,
@@ -44,6 +49,7 @@ class Run:
     scaled: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of DDP
     inf_at: tuple[int, ...] = (1, 7)
     init_scale: float = 2.0**10
 
@@ -60,7 +66,7 @@ class Trained:
 
 
 def train(run: Run) -> Trained:
-    rank, model = dist.get_rank(), DDP(Net(), bucket_cap_mb=0.01)
+    rank, model = dist.get_rank(), DDP(Net(), bucket_cap_mb=0.01, **run.options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", enabled=run.scaled, init_scale=run.init_scale, growth_interval=3)
     attached = attach(
@@ -146,6 +152,112 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(worlds: Worlds) -> None:
     given = worlds.run(2, train, Run(algorithm))
     without = worlds.run(2, train, Run(algorithm, settings={"scaler": None}))
     assert all(same_bits(a.weights, b.weights) for a, b in zip(given, without, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "autocast"),
+    [
+        ({}, {}, torch.float16),
+        ({"momentum": 0.9, "dense_steps": 0}, {"static_graph": True}, None),
+        ({"clip": 0.25}, {"gradient_as_bucket_view": True}, None),
+    ],
+    ids=["float16 autocast", "static_graph, momentum", "clip"],
+)
+def test_a_scaler_that_attach_was_not_told_of_is_used_all_the_same(
+    worlds: Worlds, settings: dict[str, Any], options: dict[str, Any], autocast: torch.dtype | None
+) -> None:
+    told, untold = (
+        worlds.run(2, train, Run(OkTopk(density=0.05), True, {**settings, **extra}, autocast, options))
+        for extra in ({}, {"scaler": None})
+    )
+    for ours, theirs in zip(untold, told, strict=True):
+        assert len(set(ours.scales)) > 1
+        assert ours.scales == theirs.scales
+        for what in ("weights", "residual", "velocity"):
+            assert same_bits(getattr(ours, what), getattr(theirs, what)), what
+
+
+def test_each_of_two_scalers_that_attach_was_not_told_of_conserves_mass(worlds: Worlds) -> None:
+    """Made after attach, with another scale in each step; both losses are scaled before the first backward()."""
+    by_rank = worlds.run(2, two_scalers)
+    for model in (0, 1):
+        books = [each[model] for each in by_rank]
+        residual, gradient = (mean_of([each[what] for each in books]) for what in ("residual", "gradient"))
+        assert any(bool(tensor.any()) for tensor in residual.values())
+        for each in books:
+            for name, applied in each["applied"].items():
+                assert relative_error(applied + residual[name], gradient[name]) <= 1e-5
+    assert [each[2].count("oktopk: a GradScaler scales the loss") for each in by_rank] == [2, 0]
+
+
+def two_scalers() -> tuple[dict[str, Any], dict[str, Any], str]:
+    rank, said = dist.get_rank(), io.StringIO()
+    nets = [Net(seed=seed) for seed in (1, 2)]
+    local, models = copy.deepcopy(nets), [DDP(net, bucket_cap_mb=0.01) for net in nets]
+    handles = [attach(model, OkTopk(density=0.05), exclude="*bias") for model in models]
+    scalers = [torch.amp.GradScaler("cpu") for _ in models]
+    books: list[dict[str, Any]] = [
+        {what: {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in net.named_parameters()} for what in WHAT}
+        for net in nets
+    ]
+    with redirect_stderr(said):
+        for step in range(8):
+            losses = []
+            for m, (scaler, model) in enumerate(zip(scalers, models, strict=True)):
+                scaler.scale(torch.zeros(1))  # a scaler makes its scale when it is first used
+                scaler.update(1.5 ** (3 * step % 7 + 10 * m))
+                losses.append(scaler.scale([loss_of(model, rank, step)])[0])
+            for m, loss in enumerate(losses):
+                local[m].zero_grad()
+                models[m].zero_grad()
+                loss.backward()
+                loss_of(local[m], rank, step).backward()
+                for name, grad in grads_of(nets[m]).items():
+                    books[m]["applied"][name] += grad.double() / scalers[m].get_scale()
+                    books[m]["gradient"][name] += grads_of(local[m])[name].double()
+        for handle in handles:
+            handle.detach()
+    return *(
+        {**book, "residual": handle.residual} for book, handle in zip(books, handles, strict=True)
+    ), said.getvalue()
+
+
+WHAT = ("applied", "gradient")
+
+
+def test_a_loss_that_is_not_scaled_beside_one_that_is(worlds: Worlds) -> None:
+    for scaled, plain in worlds.run(2, scaled_then_plain):
+        assert relative_error(scaled, 1024 * plain) <= 1e-6
+
+
+def scaled_then_plain() -> tuple[Tensor, Tensor]:
+    """A scaler is alive, but only the first of two steps with the same batch uses it; at density 1 nothing is held."""
+    model, scaler = DDP(Net()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    attached, came = attach(model), []
+    for each in (scaler.scale, lambda loss: loss):
+        model.zero_grad()
+        each(loss_of(model, dist.get_rank(), 0)).backward()
+        came.append(model.module.exit.weight.grad.clone())
+    attached.detach()
+    return came[0], came[1]
+
+
+def test_two_scalers_in_one_backward_are_an_error_unless_attach_was_given_one(worlds: Worlds) -> None:
+    for untold, told in worlds.run(2, two_scalers_in_one_backward):
+        assert untold is not None
+        assert "two GradScalers" in untold.message
+        assert told is None
+
+
+def two_scalers_in_one_backward() -> list[Raised | None]:
+    raised, scalers = [], [torch.amp.GradScaler("cpu") for _ in range(2)]
+    for given in (None, scalers[0]):
+        model = DDP(Net())
+        attached = attach(model, scaler=given)
+        losses = [scaler.scale(loss_of(model, dist.get_rank(), 0)) for scaler in scalers]
+        raised.append(error_of(sum(losses).backward))
+        attached.detach()
+    return raised
 
 
 def test_with_raise_an_overflow_is_an_error_on_all_ranks(worlds: Worlds) -> None:

@@ -1,0 +1,72 @@
+"""`watch_scalers`, `scaler_of_this_backward`: which GradScaler scaled the loss that is being differentiated.
+
+A hook sees gradients, and not what the loss was multiplied by. So `GradScaler.scale` is wrapped, for the whole process
+and for good: each tensor that it returns carries a hook, which autograd calls when backward() reaches that tensor,
+before any parameter. This tells apart several scalers, and a loss that was not scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.autograd.variable import Variable
+
+from oktopk.errors import SettingError
+
+_backward = -1  # the latest backward pass that reached a scaled loss
+_scalers: list[GradScaler] = []  # those of that pass; none after it
+
+
+@cache
+def watch_scalers() -> None:
+    """Mark every loss that a GradScaler scales from now on."""
+    scale = GradScaler.scale
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # or a compiled function would trace the hook away
+    @wraps(scale)
+    def scale_and_mark(self: GradScaler, outputs: Any) -> Any:
+        return _marked(self, scale(self, outputs)) if self.is_enabled() else outputs
+
+    GradScaler.scale = scale_and_mark  # type: ignore[method-assign]
+
+
+def scaler_of_this_backward() -> GradScaler | None:
+    """Return the scaler whose loss backward() has reached; None if it was none."""
+    if len(_scalers) > 1:
+        raise SettingError(
+            "two GradScalers scaled what this backward() differentiates, and gradients do not tell which of them is "
+            "theirs: call backward() for each loss, or give attach() its scaler="
+        )
+    return _scalers[0] if _scalers else None
+
+
+def _marked(scaler: GradScaler, scaled: Tensor | Iterable[Any]) -> Any:
+    if isinstance(scaled, Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(partial(_reach, scaler))  # type: ignore[no-untyped-call]
+        return scaled
+    if not isinstance(scaled, (list, tuple)):
+        return map(partial(_marked, scaler), scaled)  # GradScaler returns what is lazy as it came
+    for each in scaled:
+        _marked(scaler, each)
+    return scaled
+
+
+def _reach(scaler: GradScaler, _: Tensor) -> None:
+    global _backward
+    backward = torch._C._current_graph_task_id()
+    if backward != _backward:  # one that raised may have left its scaler here
+        _scalers.clear()
+        _backward = backward
+    if scaler not in _scalers:
+        _scalers.append(scaler)
+    _after_backward(partial(_after_backward, _scalers.clear))  # with a static graph DDP calls its hook after backward
+
+
+def _after_backward(do: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(do)
