@@ -32,6 +32,7 @@ from oktopk.hook import check_model, hook_of, register
 from oktopk.kernels import kernels_for
 from oktopk.lanes import plan_lanes
 from oktopk.loss_scale import scaler_of_this_backward, watch_scalers
+from oktopk.mixed_precision import gradient_dtype
 from oktopk.plan import Momentum
 from oktopk.settings import Exclusion, Settings, checked_rules
 from oktopk.streams import now_on, wait_on
@@ -131,7 +132,7 @@ class Attached:
         self._worker = Worker("oktopk exchange")
         self._exchange = Exchange(
             parameters,
-            plan_lanes(list(parameters.items()), int(ddp_model.bucket_bytes_cap)),
+            plan_lanes(list(parameters.items()), int(ddp_model.bucket_bytes_cap), gradient_dtype(ddp_model)),
             Metered(ProcessGroupComm(self.group)),
             settings,
             recorder,

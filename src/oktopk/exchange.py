@@ -383,7 +383,9 @@ class Exchange:
 
     def agree(self) -> None:
         """Make sure that all ranks are about to do the same."""
-        shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
+        # By the lane's dtype: under DDP's mixed_precision a parameter's own is another one while backward runs.
+        dtypes = {name: lane.dtype for lane in self.lanes for name in lane.names}
+        shapes = [f"{name} {tuple(p.shape)} {dtypes[name]}" for name, p in self.parameters.items()]
         dense = [name for lane in self.lanes for name in lane.dense_names]
         mine = [zlib.crc32(repr(shapes).encode()), self.settings.fingerprint(dense), self.next_step, int(self.stays)]
         device = self.lanes[0].residual.held.device if self.lanes else torch.device("cpu")

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _reducer_allreduce_and_upcast_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.errors import SettingError
+from oktopk.mixed_precision import drop_hook_, widen_
 
 
 class Target(Protocol):
@@ -42,6 +44,9 @@ def hook_of(model: DistributedDataParallel | None) -> "Hook | None":
 
 
 def _hook(state: Hook, bucket: GradBucket) -> Future[Tensor]:
+    model = None if state.model is None else state.model()
+    if model is not None and model.mixed_precision is not None:
+        widen_(model, bucket)
     if state.target is None:
         return default_hooks.allreduce_hook(state.process_group, bucket)
     return state.target.on_bucket(bucket)
@@ -67,7 +72,8 @@ def check_model(model: object) -> None:
     hook = hook_of(model)
     if hook is not None and hook.target is not None:
         raise SettingError("oktopk is attached to this model already: detach() first")
-    if hook is None and any(other is not _hook for other, _ in getattr(model, "_comm_hooks", ())):
+    known = (_hook, _reducer_allreduce_and_upcast_hook)  # the latter is a part of DDP's mixed_precision
+    if hook is None and any(other not in known for other, _ in getattr(model, "_comm_hooks", ())):
         raise SettingError("this model has another communication hook, and DDP takes only one: attach before it")
     if any(getattr(module, "sparse", False) is True for module in model.module.modules()):
         raise SettingError("a module makes sparse gradients (nn.Embedding(sparse=True)): DDP's hooks cannot take them")
@@ -88,6 +94,8 @@ def register(model: DistributedDataParallel, target: Target) -> None:
     hook = hook_of(model)
     if hook is None:
         hook = Hook(model)
+        if model.mixed_precision is not None:
+            drop_hook_(model)
         model.register_comm_hook(hook, _hook)
         setattr(model, _HOOK, hook)
     hook.target = target

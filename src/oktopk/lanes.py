@@ -325,12 +325,17 @@ class Lane:
         raise NonFiniteError(f"rank {rank}: the gradient of {name!r} is not finite", rank, index)
 
 
-def plan_lanes(parameters: Sequence[tuple[str, Tensor]], cap_bytes: int) -> list[Lane]:
-    """Return lanes of about `cap_bytes` each, in the reverse order of the parameters: the order of backward."""
+def plan_lanes(
+    parameters: Sequence[tuple[str, Tensor]], cap_bytes: int, dtype: torch.dtype | None = None
+) -> list[Lane]:
+    """Return lanes of about `cap_bytes` each, in the reverse order of the parameters: the order of backward.
+
+    Gradients are of `dtype`, or else of their parameter's.
+    """
     lanes, open_lanes = list[Lane](), dict[tuple[torch.dtype, torch.device], list[Piece]]()
     limit = min(FIRST_LANE_BYTES, cap_bytes)
     for name, parameter in reversed(parameters):
-        kind = (parameter.dtype, parameter.device)
+        kind = (dtype or parameter.dtype, parameter.device)
         pieces = open_lanes.setdefault(kind, [])
         row = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else parameter.numel()
         pieces.append(Piece(name, parameter.numel(), max(row, 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import oktopk
@@ -194,6 +196,62 @@ def check_backward_waits_for_the_exchange(device: str) -> None:
     handle.detach()
 
 
+def check_that_a_scaler_need_not_be_given(device: str) -> None:
+    """Nothing else asks for the host here: steps would stay on the device, in scaled units."""
+    ends = []
+    for given in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(400, 400).to(device)
+        model = DistributedDataParallel(net, device_ids=[torch.device(device).index])
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+        settings: dict[str, Any] = {"dense_steps": 1, "timeout": 30, "scaler": scaler if given else None}
+        handle = oktopk.attach(model, oktopk.OkTopk(), **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(10):
+            optimizer.zero_grad()
+            x = torch.randn(8, 400, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            with torch.autocast("cuda", torch.float16):
+                out = model(x.to(device))
+            scaler.scale(out.float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        handle.detach()
+        ends.append([net.weight.detach().clone(), handle.residual["weight"]])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert bool(ends[0][1].any())
+
+
+def check_ddps_mixed_precision(device: str) -> None:
+    """Against the same net in bfloat16: dense steps give the mean of the ranks' gradients, sparse ones lose nothing."""
+    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    for dense_steps in (20, 0):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 400)).to(device)
+        local = copy.deepcopy(net).bfloat16()
+        model = DistributedDataParallel(
+            net, device_ids=[torch.device(device).index], bucket_cap_mb=0.5, mixed_precision=precision
+        )
+        handle = oktopk.attach(model, oktopk.OkTopk(density=0.05), dense_steps=dense_steps, timeout=30)
+        applied = [torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()]
+        wanted = copy.deepcopy(applied)
+        for step in range(12):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(8, 300, generator=generator).to(device)
+            for each, books in ((model, applied), (local, wanted)):
+                each.zero_grad()
+                each(x if each is model else x.bfloat16()).float().square().mean().backward()
+                for parameter, book in zip(each.parameters(), books, strict=True):
+                    book += parameter.grad
+            assert {(p.dtype, p.grad.dtype) for p in net.parameters()} == {(torch.float32, torch.float32)}
+        handle.detach()
+        for (name, _), came, own in zip(net.named_parameters(), applied, wanted, strict=True):
+            total = torch.stack([own.view(-1), handle.residual[name].double()])
+            dist.all_reduce(total)
+            mean, held = total / dist.get_world_size()
+            assert bool(held.any()) == (dense_steps == 0 and name.endswith("weight"))
+            torch.testing.assert_close(came.view(-1) + held, mean, rtol=1e-5, atol=1e-7)
+
+
 def work(rank: int, size: int, backend: str, folder: str) -> None:
     device = f"cuda:{rank if backend == 'nccl' else 0}"
     torch.cuda.set_device(device)
@@ -212,6 +270,8 @@ def work(rank: int, size: int, backend: str, folder: str) -> None:
             oktopk.reducer.can_stay = can_stay_anywhere
             on_cpu = oktopk.run_local(size, lambda comm, a=algorithm: reduce_steps(a, comm, "cpu"))[rank]
             assert all(torch.equal(a, b) for a, b in zip(on_gpu, on_cpu, strict=True)), algorithm
+        check_that_a_scaler_need_not_be_given(device)
+        check_ddps_mixed_precision(device)
         check_backward_waits_for_the_exchange(device)
         plain, sparse = density_one_gradients(device)
         for a, b in zip(plain, sparse, strict=True):
