@@ -128,7 +128,7 @@ class Attached:
         self._looks_for_scaler = not settings.scaled
         self._done: Future[Exception | None] = Future()  # of the step that is being made
         own_group, recorder = group is None, Sinks(sinks)
-        self.group = group or _new_group(ddp_model.process_group, timeout)
+        self.group = _checked_group(group, ddp_model) if group is not None else _new_group(ddp_model, timeout)
         self._worker = Worker("oktopk exchange")
         self._exchange = Exchange(
             parameters,
@@ -346,9 +346,23 @@ def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     return bucket.buffer
 
 
-def _new_group(like: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+def _checked_group(group: dist.ProcessGroup, model: DistributedDataParallel) -> dist.ProcessGroup:
+    """Return the group if it has the model's ranks: the mean over others would be another mean, and nobody told."""
+    wanted = sorted(dist.get_process_group_ranks(model.process_group))
+    # On ranks that are not in it, new_group returns a mere number.
+    came = sorted(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else None
+    if came != wanted:
+        has = "does not have this rank" if came is None else f"has ranks {came}"
+        raise SettingError(
+            f"group= wants a process group of ranks {wanted}, on which the model trains; this one {has}. Make it with "
+            f"dist.new_group({wanted}) on every rank of the world"
+        )
+    return group
+
+
+def _new_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGroup:
     """Return a group of the same ranks for the exchange alone, so that it cannot mix with DDP's own collectives."""
-    ranks = dist.get_process_group_ranks(like)
+    ranks = dist.get_process_group_ranks(model.process_group)
     if len(ranks) < dist.get_world_size():
         # new_group wants all ranks of the world, who do not come here. Its use_local_synchronization names the group
         # by how many groups a rank has, which need not be the same on all.

@@ -64,6 +64,16 @@ def after_training_with_another_hook() -> Any:
     attach(model)
 
 
+def a_group_of_other_ranks() -> Any:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    attach(DDP(Net()), group=alone[dist.get_rank()])
+
+
+def a_group_without_this_rank() -> Any:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    attach(DDP(Net()), group=alone[1 - dist.get_rank()])
+
+
 def attaching(**settings: Any) -> Callable[[], Any]:
     return lambda: attach(DDP(Net()), settings.pop("algorithm", None), **settings)
 
@@ -73,6 +83,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "twice": ("attached", "detach()"),
     "after_another_hook": ("another communication hook",),
     "after_training_with_another_hook": ("another communication hook",),
+    "a_group_of_other_ranks": ("group=", "ranks [0, 1]", "dist.new_group([0, 1])"),
+    "a_group_without_this_rank": ("group=", "does not have this rank"),
     "no such parameter": ("'body.0.wieght'", "Did you mean 'body.0.weight'?"),
     "no such pattern": ("'encoder.*'",),
     "one of several patterns": ("'nose.*'", "Did you mean 'norm."),
