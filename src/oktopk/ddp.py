@@ -331,10 +331,13 @@ class Attached:
 
 
 def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Return the parameters that DDP reduces, by name."""
-    ignored = model.parameters_to_ignore
-    named = model.module.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
+    """Return the parameters that DDP reduces, by name: those in its buckets.
+
+    They required gradients when DDP was made. One that was frozen or unfrozen since has changed nothing there.
+    """
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    return {name: parameter for name, parameter in model.module.named_parameters() if id(parameter) in reduced}
 
 
 def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:

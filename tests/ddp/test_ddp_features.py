@@ -568,3 +568,49 @@ def attach_in_mid_training() -> list[float]:
 def test_attaching_between_steps_of_a_training_that_runs(worlds: Worlds) -> None:
     for errors in worlds.run(2, attach_in_mid_training):
         assert max(errors) <= RELATIVE
+
+
+def freeze_around(attaching: bool, before: bool, unfreezes: bool, options: dict[str, Any]) -> list[Any]:
+    """Return the gradients of every step, and how the training ended, if body.0 changes before or between steps."""
+    model = Net()
+    model.body[0].requires_grad_(not unfreezes)
+    ddp = DDP(model, **options)
+    if before:
+        model.body[0].requires_grad_(unfreezes)
+    attached = attach(ddp, dense_steps=1) if attaching else None
+    steps: list[Any] = []
+    for step in range(4):
+        if step == 2:
+            model.body[0].requires_grad_(unfreezes)
+        ddp.zero_grad()
+        raised = error_of(lambda step=step: loss_of(ddp, dist.get_rank(), step).backward())
+        if raised is not None:
+            steps.append((raised.kind, raised.message.split(".")[0]))
+            break
+        steps.append(grads_of(model))
+    if attached is not None:
+        attached.detach()
+    return steps
+
+
+def freeze_both_ways(before: bool, unfreezes: bool, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    plain, ours = (freeze_around(attaching, before, unfreezes, options) for attaching in (False, True))
+    return plain, ours
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
+@pytest.mark.parametrize("unfreezes", [False, True], ids=["freezes", "unfreezes"])
+@pytest.mark.parametrize("before", [True, False], ids=["before attach", "between steps"])
+def test_freezing_after_ddp_was_made_is_to_us_what_it_is_to_ddp(
+    worlds: Worlds, before: bool, unfreezes: bool, options: dict[str, Any]
+) -> None:
+    """DDP reduces what required gradients when it was made, and so do we; without one of them it ends, and so do we."""
+    for plain, ours in worlds.run(2, freeze_both_ways, before, unfreezes, options):
+        assert len(ours) == len(plain)
+        for theirs, mine in zip(plain, ours, strict=True):
+            if isinstance(theirs, tuple):
+                assert mine == theirs
+                continue
+            for name, grad in theirs.items():
+                assert (mine[name] is None) == (grad is None), name
+                assert grad is None or relative_error(mine[name], grad) <= RELATIVE, name
