@@ -88,12 +88,18 @@ def _load(path: Any, contents: Mapping[str, Any], names: list[str], attached: At
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield ("a/b", tensor) for every leaf; numbers become tensors."""
+    """Yield ("a/b", tensor) for every leaf; numbers become tensors that hold them exactly."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}/")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, Tensor) else torch.tensor(value)
+            yield f"{prefix}{key}", _as_tensor(value)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)  # as Python's are; torch's default would round it
+    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def _nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -157,6 +157,27 @@ def load_and_account(path: Path) -> dict[str, dict[str, Tensor]]:
     return {"applied": applied, "gradient": gradient, "residual": attached.residual}
 
 
+def test_a_threshold_comes_back_to_the_last_bit(worlds: Worlds, tmp_path: Path) -> None:
+    for before, after in worlds.run(2, save_and_load_thresholds, tmp_path):
+        assert any(threshold != float(torch.tensor(threshold)) for threshold in before), "these need float64"
+        assert after == before
+
+
+def save_and_load_thresholds(path: Path) -> tuple[list[float], list[float]]:
+    """Return the thresholds that were saved, and those that were loaded; they are measured in float64 here."""
+    model = DDP(Net().double(), bucket_cap_mb=0.01)
+    attached = attach(model, PAPER)
+    for step in range(3):
+        inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        model(inputs).square().mean().backward()
+    oktopk.save_distributed(path, attached)
+    before = attached.state_dict()["lanes"]
+    oktopk.load_distributed(path, attached)
+    after = attached.state_dict()["lanes"]
+    attached.detach()
+    return [lane["state"]["threshold"] for lane in before], [lane["state"]["threshold"] for lane in after]
+
+
 class Slashed(nn.Module):
     """A net with a name that looks like a path."""
 
