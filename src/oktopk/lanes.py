@@ -351,10 +351,11 @@ def _spans(pieces: Sequence[Piece]) -> dict[str, slice]:
 
 
 def _lie_together(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensors as one, if each begins where the one before it ends."""
-    end = tensors[0].data_ptr()
+    """Return the tensors as one, if each begins where the one before it ends, in the same storage."""
+    end, storage = tensors[0].data_ptr(), tensors[0].untyped_storage().data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end:
+        # Two allocations may touch, and still no tensor can reach from one into the other.
+        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage:
             return None
         end += tensor.numel() * tensor.element_size()
     return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
