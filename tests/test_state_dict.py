@@ -172,6 +172,34 @@ def test_a_tensor_of_another_length_than_the_loaded_state(name: str) -> None:
     same_run(on_threads(2, job), on_threads(2, trace, case))
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"mode": "paper"}, {"ranking": "magnitude"}, {"segments": (100, 200)}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_the_mode_ranking_and_segments_asked_for_are_those_used_after_loading(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading goes on as a new reducer does that holds this residual: nothing of the saved algorithm is left."""
+    segments = asked.get("segments", (200, 100))
+    algorithm = OkTopk(density=0.1, **{key: value for key, value in asked.items() if key != "segments"})
+
+    def job(comm: Any) -> tuple[list[Any], list[Any]]:
+        rng = torch.Generator().manual_seed(comm.rank)
+        grads = [torch.randn(300, generator=rng) * torch.linspace(0.1, 10, 300) for _ in range(6)]
+        first = Reducer(OkTopk(density=0.1), comm, segments=(200, 100))
+        for grad in grads[:3]:
+            first.all_reduce(grad)
+        loaded, fresh = (Reducer(algorithm, comm, segments=segments) for _ in range(2))
+        loaded.load_state_dict(through_a_file(first.state_dict()))
+        owed = [first.residual + grads[3], *grads[4:]]
+        return [loaded.all_reduce(grad) for grad in grads[3:]], [fresh.all_reduce(grad) for grad in owed]
+
+    for ours, theirs in on_threads(2, job):
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert capsys.readouterr().err.count("starts anew") == 1
+
+
 def test_ranks_that_loaded_different_steps_are_told() -> None:
     """Each dict fits its rank; together they do not."""
 

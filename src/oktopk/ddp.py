@@ -39,7 +39,7 @@ from oktopk.streams import now_on, wait_on
 from oktopk.telemetry import Sink, Sinks, StepRecord, Summary
 from oktopk.worker import Worker
 
-VERSION = 1
+VERSION = 2
 SMALL = 16_384
 
 
@@ -236,7 +236,10 @@ class Attached:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from this rank's `state_dict`; one that does not fit is refused and changes nothing."""
+        """Go on from this rank's `state_dict`; one that does not fit is refused and changes nothing.
+
+        Mode, ranking and all other settings are those of this attachment, not the saved ones.
+        """
         self._check_fits(saved)
         mine = {
             "algorithm": type(self.algorithm).__name__,
@@ -261,11 +264,18 @@ class Attached:
         self._exchange.go_on_at(int(step))
 
     def load_lanes(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the algorithm's states, if they are for the same groups of parameters; else it starts afresh."""
-        if [int(lane["lane"]) for lane in saved] != [lane.fingerprint for lane in self._exchange.lanes]:
+        """Go on with the algorithm's states; where they are not for what is asked for now, it starts anew."""
+        lanes, comm = self._exchange.lanes, self._exchange.comm
+        if [int(lane["lane"]) for lane in saved] != [lane.fingerprint for lane in lanes]:
+            self._say_it_starts_anew("for other groups of parameters than here")
             return
-        for lane, state in zip(self._exchange.lanes, saved, strict=True):
-            lane.load_state_dict_(state, self.algorithm, self._exchange.comm)
+        fits = [lane.load_state_dict_(each, self.algorithm, comm) for lane, each in zip(lanes, saved, strict=True)]
+        if not all(fits):
+            self._say_it_starts_anew(f"with another algorithm, mode or ranking than {self.algorithm}")
+
+    def _say_it_starts_anew(self, why: str) -> None:
+        if not self.rank:
+            sys.stderr.write(f"oktopk: the state was saved {why}: residuals are kept, the algorithm starts anew\n")
 
     def announce(self) -> None:
         """Say on rank 0's stderr what is active."""

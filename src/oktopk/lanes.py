@@ -26,7 +26,7 @@ from oktopk.errors import NonFiniteError
 from oktopk.feedback import Residual
 from oktopk.kernels import kernels_for
 from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
-from oktopk.plain import from_plain, to_plain
+from oktopk.plain import from_plain, kind_of, to_plain
 from oktopk.plan import Plan
 from oktopk.seen import Seen
 from oktopk.sparse import Sparse
@@ -59,7 +59,7 @@ class Lane:
         self.residual = Residual(numel, wide, device)
         self.velocity: Residual | None = None
         self.state: Any = None
-        self._state_of: tuple[Any, ...] = ()
+        self._state_of = 0  # the kind of algorithm, see `kind_of`
         self._pieces: list[Piece] = list(pieces)
         self.names = [piece.name for piece in pieces]  # in the order in which backward reaches them
         self.num_sparse = 0  # elements, from the first on, that sparse steps send sparsely
@@ -103,18 +103,30 @@ class Lane:
     @property
     def fingerprint(self) -> int:
         """A number that differs where the algorithm's state would be for other parameters, or in another order."""
-        return zlib.crc32(repr((self.names, self.spans)).encode())
+        return zlib.crc32(repr((self._pieces, self.spans)).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept for the lane as a whole."""
-        return {"lane": self.fingerprint, "pending": int(self._pending), "state": to_plain(self.state)}
+        return {
+            "lane": self.fingerprint,
+            "pending": int(self._pending),
+            "kind": self._state_of,
+            "state": to_plain(self.state),
+        }
 
-    def load_state_dict_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: Metered) -> None:
-        """Go on with what `state_dict` returned for a lane of this fingerprint."""
+    def load_state_dict_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: Metered) -> bool:
+        """Go on with what `state_dict` returned for a lane of this fingerprint.
+
+        Return False if its state was another kind of algorithm's: this one then starts anew.
+        """
         self._pending = bool(saved["pending"])
-        if saved.get("state") is not None:
-            self.prepare_(algorithm, comm)
-            self.state = from_plain(self.state, saved["state"])
+        if saved.get("state") is None:
+            return True
+        if int(saved["kind"]) != kind_of(algorithm):
+            return False
+        self.prepare_(algorithm, comm)
+        self.state = from_plain(self.state, saved["state"])
+        return True
 
     def start_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
         """Begin to replace the gradients by the mean over ranks of what this step delivers; return what ends it.
@@ -298,7 +310,7 @@ class Lane:
 
     def prepare_(self, algorithm: Algorithm, comm: Metered) -> None:
         """Make a state for this algorithm, if there is none for one of its kind."""
-        kind = (type(algorithm), getattr(algorithm, "mode", None), getattr(algorithm, "ranking", None))
+        kind = kind_of(algorithm)
         if self.state is not None and kind == self._state_of:
             return
         extra = {}

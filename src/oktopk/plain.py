@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -33,6 +34,12 @@ def from_plain(state: Any, saved: Any) -> Any:
     for name in names:
         setattr(state, name, from_plain(getattr(state, name), saved[name]))
     return state
+
+
+def kind_of(algorithm: Any, segments: Any = None) -> int:
+    """Return a number that differs where the state of one algorithm is none for the other: by type, mode or ranking."""
+    mode, ranking = getattr(algorithm, "mode", None), getattr(algorithm, "ranking", None)
+    return zlib.crc32(repr((type(algorithm).__qualname__, mode, ranking, segments)).encode())
 
 
 def _names(state: Any) -> list[str]:

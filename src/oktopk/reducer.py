@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from oktopk.comm import Comm, Metered, Traffic
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
 from oktopk.kernels import kernels_for
-from oktopk.plain import from_plain, to_plain
+from oktopk.plain import from_plain, kind_of, to_plain
 from oktopk.sparse import Sparse
 from oktopk.telemetry import StepRecord, record_of
 from oktopk.values import round_to
 
-VERSION = 1
+VERSION = 2
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -107,16 +108,27 @@ class Reducer:
             "step": self._step,
             "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
             "residual": self.residual,
+            "kind": kind_of(self.algorithm, self._segments),
             "state": to_plain(self._state),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of this rank; a dict that does not fit is refused and changes nothing."""
+        """Go on from a `state_dict` of this rank; a dict that does not fit is refused and changes nothing.
+
+        Mode, ranking and segments are this reducer's: if the saved ones were others, the algorithm starts anew.
+        """
         self._check_fits(saved)
         residual, state = None, None
         if saved["residual"] is not None:
             held = saved["residual"]
-            state = from_plain(self._init(held.numel()), saved["state"])
+            state = self._init(held.numel())
+            if saved["kind"] == kind_of(self.algorithm, self._segments):
+                state = from_plain(state, saved["state"])
+            elif not self._comm.rank:
+                sys.stderr.write(
+                    f"oktopk: the state was saved with another mode, ranking or segments than {self.algorithm}: "
+                    f"the residual is kept, the algorithm starts anew\n"
+                )
             residual = Residual.of(held, held.device)
         self._residual, self._state, self._step = residual, state, saved["step"]
         self._resident, self._heard = None, None

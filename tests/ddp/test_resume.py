@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import GaussianK, GTopk, Momentum, OkTopk, TopkA, TopkDSA
+from oktopk import GaussianK, GTopk, Momentum, OkTopk, TopkA, TopkDSA, load_distributed, save_distributed
 from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, same_bits, through_a_file, weights_of
 
 pytestmark = pytest.mark.processes
@@ -188,6 +191,42 @@ def resume_with_the_changed_exclusion() -> bool:
     resumed.load(state)
     resumed.train(10, STEPS)
     return same_bits(resumed.end(), whole.end())
+
+
+ASKED = {
+    "mode": OkTopk(density=0.05, mode="paper", ranking="magnitude"),
+    "ranking": OkTopk(density=0.05, ranking="scaled"),
+    "density": OkTopk(density=0.2, ranking="magnitude"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("distributed", [False, True], ids=["state dict", "distributed"])
+def test_the_mode_ranking_and_density_asked_for_are_those_used_after_loading(
+    worlds: Worlds, tmp_path: Path, asked: str, distributed: bool
+) -> None:
+    """A run that loads a state goes on as one that holds these residuals and changes its algorithm."""
+    for rank, (same, said) in enumerate(worlds.run(2, load_and_change, ASKED[asked], tmp_path, distributed)):
+        assert same
+        assert said.count("starts anew") == (1 if rank == 0 and asked != "density" else 0)
+
+
+def load_and_change(asked: Any, folder: Path, distributed: bool) -> tuple[bool, str]:
+    changed = Session(Run(OkTopk(density=0.05, ranking="magnitude")))
+    changed.train(0, 8)
+    state = changed.saved()
+    if distributed:
+        save_distributed(folder, changed.attached)
+    changed.attached.algorithm = asked
+    changed.train(8, STEPS)
+    loaded, said = Session(Run(asked), seed=1), io.StringIO()
+    with redirect_stderr(said):
+        loaded.load(state)
+        if distributed:
+            said.truncate(0)
+            load_distributed(folder, loaded.attached)
+    loaded.train(8, STEPS)
+    return same_bits(loaded.end(), changed.end()), said.getvalue()
 
 
 def test_a_saved_state_does_not_change_with_the_run(worlds: Worlds) -> None:
