@@ -218,22 +218,24 @@ class Lane:
     def _start_plain_(self, grads: Mapping[str, Tensor], plan: Plan, comm: Metered) -> Callable[[], StepRecord]:
         """Do what DDP would: the gradients themselves are summed, where they lie together.
 
-        A rank whose gradient is not finite puts a NaN first, and the sum carries that to every rank: no message more,
-        no second look at the sum. A mean of finite numbers is finite, since they are divided before they are added.
+        A rank whose gradient is not finite puts a NaN first, and the sum carries that to every rank: no message more.
+        Nor is there a second look at the sum, unless it may overflow (`_may_overflow`).
         """
         together = _lie_together([grads[name] for name in self.names])
         side = torch.cat([grads[name] for name in self.names]) if together is None else together
         with comm.phase("side"):
-            first_bad = -1 if divide_(side, comm.size) else self._first_bad(grads)
+            largest = divide_(side, comm.size)
+            first_bad = -1 if math.isfinite(largest) else self._first_bad(grads)
             if first_bad >= 0:
                 side[0] = math.nan
             pending = comm.start_all_reduce(side)
         started = comm.take()
+        telling = side if _may_overflow(largest, side.dtype, comm.size) else side[:1]
 
         def end() -> StepRecord:
             with comm.phase("side"):
                 pending.wait()
-            if not is_finite(side[:1]):
+            if not is_finite(telling):
                 self._refuse(first_bad, comm)
             if together is None:
                 self._take_apart(side, grads, comm)
@@ -274,7 +276,7 @@ class Lane:
             return
         sparse = [(span, grads[name]) for name, span in self.spans.items() if span.start < split]
         lost = _write_mean_(reduced.sum, sparse, factor)
-        rounding = [] if lost is None else [Sparse(lost.index, lost.value / plan.loss_scale, lost.numel)]
+        rounding = [] if lost is None else [_divided(lost, plan.loss_scale)]
         self.residual.retain_(reduced.taken, (*reduced.returned, *rounding), slice(0, split), reduced.kept)
         if self.velocity is not None and plan.momentum is not None and plan.momentum.masking:
             self.velocity.retain_(reduced.taken, at=slice(0, split))
@@ -373,14 +375,33 @@ def _lie_together(tensors: Sequence[Tensor]) -> Tensor | None:
     return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
-def _write_mean_(total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], factor: float) -> Sparse | None:
+def _may_overflow(largest: float, dtype: torch.dtype, size: int) -> bool:
+    """Whether the sum over ranks of what was divided by their number may be infinite, `largest` being this rank's.
+
+    Only rounding can make it so, and only where every rank's number is about the largest there is: then all ranks look
+    at the sum, and see the same. Where many ranks' rounding adds up to more than one rank's part, they always do.
+    """
+    info = torch.finfo(dtype)
+    return size * size * info.eps >= 1 or not largest <= info.max / (2 * size)
+
+
+def _write_mean_(
+    total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], factor: float
+) -> Sparse | Tensor | None:
     """Write total * factor into the gradients; return what rounding to their dtype lost, if that is narrower."""
+    dtype = grads[0][1].dtype
     if isinstance(total, Tensor):
+        if dtype == total.dtype:
+            for span, grad in grads:
+                torch.mul(total[span], factor, out=grad)
+            return None
+        mean = total * factor
+        means = round_to(mean, dtype)
         for span, grad in grads:
-            torch.mul(total[span], factor, out=grad)
-        return None
+            grad.copy_(means[span])
+        return mean - means
     value = total.value * factor
-    rounded = round_to(value, grads[0][1].dtype)
+    rounded = round_to(value, dtype)
     cuts = torch.tensor([span.start for span, _ in grads] + [total.numel], device=total.index.device)
     ends = torch.searchsorted(total.index, cuts).tolist()
     for (span, grad), i, j in zip(grads, ends, ends[1:], strict=False):
@@ -388,3 +409,7 @@ def _write_mean_(total: Sparse | Tensor, grads: Sequence[tuple[slice, Tensor]], 
     if rounded.dtype == value.dtype:
         return None
     return Sparse(total.index, value - rounded.to(value.dtype), total.numel)
+
+
+def _divided(lost: Sparse | Tensor, divisor: float) -> Sparse | Tensor:
+    return lost / divisor if isinstance(lost, Tensor) else Sparse(lost.index, lost.value / divisor, lost.numel)

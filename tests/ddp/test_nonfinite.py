@@ -209,6 +209,58 @@ def overflow() -> list[tuple[bool, Raised | None]]:
     return seen
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mean_of_the_largest_numbers_is_finite_or_refused(worlds: Worlds, dtype: torch.dtype, size: int) -> None:
+    """A third of float64's largest number, or float16's, is rounded up, and three of them are infinite."""
+    overflows = size == 3 and dtype in (torch.float64, torch.float16)
+    for steps in worlds.run(size, reduce_the_largest, dtype):
+        for on_nonfinite, (raised, skipped, finite, undone) in steps.items():
+            assert skipped == overflows
+            assert undone
+            assert finite or (skipped and on_nonfinite == "skip")
+            assert (raised is not None) == (skipped and on_nonfinite == "raise")
+            assert raised is None or "NonFiniteError" in raised.message
+
+
+def reduce_the_largest(dtype: torch.dtype) -> dict[str, tuple[Raised | None, bool, bool, bool]]:
+    """Return, for a dense step whose gradients are the dtype's largest number but for the first, what came of it."""
+    seen = {}
+    for on_nonfinite in ("raise", "skip"):
+        model = DDP(torch.nn.Linear(8, 1, bias=False).to(dtype))
+        attached = attach(model, OKTOPK, dense_steps=1, on_nonfinite=on_nonfinite)
+        gradient = torch.full((1, 8), torch.finfo(dtype).max, dtype=dtype)
+        gradient[0, 0] = 1
+        before = attached.residual
+        raised = error_of(model(gradient).sum().backward)
+        assert attached.last is not None
+        grad = model.module.weight.grad
+        finite = raised is not None or bool(grad.isfinite().all())
+        seen[on_nonfinite] = raised, attached.last.skipped, finite, same_bits(attached.residual, before)
+        attached.detach()
+    return seen
+
+
+def test_what_a_narrow_gradient_cannot_hold_of_a_dense_sum_stays_for_later(worlds: Worlds) -> None:
+    for grad, residual in worlds.run(2, flush_too_much):
+        assert grad == [65504.0] * 4
+        assert residual == [65504.0] * 4
+
+
+def flush_too_much() -> tuple[list[float], list[float]]:
+    """Return what `Dense` delivers as the algorithm of a sparse step, and keeps, of twice float16's largest number."""
+    model = DDP(torch.nn.Linear(4, 1, bias=False).half())
+    attached = attach(model, Dense())
+    largest = torch.full((1, 4), 65504.0)
+    attached.load_pending({"weight": largest.view(-1)}, {}, 0)
+    model(largest.half()).sum().backward()
+    attached.detach()
+    return model.module.weight.grad.view(-1).tolist(), attached.residual["weight"].tolist()
+
+
 def test_a_sparse_sum_that_overflows_loses_nothing(worlds: Worlds) -> None:
     """Whatever is delivered or refused: a finite gradient is either in what is applied or still held back."""
     for before, after, applied, raised in worlds.run(2, overflow_sparsely):

@@ -43,11 +43,23 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(float(tensor.dot(tensor))) or first_nonfinite(tensor) < 0
 
 
-def divide_(tensor: Tensor, divisor: float) -> bool:
-    """Divide in place; return whether all of it is finite, asked of each chunk while it is still in the cache."""
+def divide_(tensor: Tensor, divisor: float) -> float:
+    """Divide in place; return what no magnitude in it exceeds (but for rounding), infinity if it is not finite.
+
+    It is asked of each chunk while that is still in the cache.
+    """
     chunks = (tensor,) if tensor.is_cuda else torch.split(tensor, CHUNK)
-    finite = [is_finite(chunk.div_(divisor)) for chunk in chunks]
-    return all(finite)
+    largest = [_at_most(chunk.div_(divisor)) for chunk in chunks]
+    return max(largest) if all(map(math.isfinite, largest)) else math.inf
+
+
+def _at_most(tensor: Tensor) -> float:
+    """Return a number that no magnitude exceeds: the norm, or the largest of them where its square overflows."""
+    square = float(tensor.dot(tensor))
+    if math.isfinite(square):
+        return math.sqrt(square)
+    low, high = tensor.aminmax()
+    return max(-float(low), float(high))
 
 
 def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
