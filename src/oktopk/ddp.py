@@ -8,6 +8,7 @@ is it known that every rank's whole gradient was finite, and the residuals are c
 from __future__ import annotations
 
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,7 +141,7 @@ class Attached:
             may_be_unused=bool(ddp_model.find_unused_parameters or ddp_model.static_graph),
         )
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._worker, self._exchange, self.group, own_group, timeout
+            self, _shut_down, os.getpid(), self._worker, self._exchange, self.group, own_group, timeout
         )
         try:
             self._exchange.agree()
@@ -388,7 +389,12 @@ def _new_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGr
     return group
 
 
-def _shut_down(worker: Worker, exchange: Exchange, group: dist.ProcessGroup, own: bool, timeout: float) -> None:
+def _shut_down(
+    owner: int, worker: Worker, exchange: Exchange, group: dist.ProcessGroup, own: bool, timeout: float
+) -> None:
+    """End what an attachment started, in the process that did: a forked child has none of its threads."""
+    if os.getpid() != owner:
+        return
     worker.stop(timeout)
     exchange.close()
     if own and dist.is_initialized():
