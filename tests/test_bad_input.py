@@ -14,6 +14,7 @@ from oktopk import (
     GaussianK,
     GTopk,
     InputError,
+    MalformedError,
     MismatchError,
     NonFiniteError,
     OkTopk,
@@ -107,7 +108,7 @@ def test_a_number_of_ranks_that_cannot_be(size: Any) -> None:
 
 
 def test_every_error_is_of_one_family() -> None:
-    for error in (SettingError, InputError, NonFiniteError, MismatchError):
+    for error in (SettingError, InputError, NonFiniteError, MismatchError, MalformedError):
         assert issubclass(error, OktopkError)
         assert issubclass(error, ValueError)
     assert issubclass(NonFiniteError, InputError)

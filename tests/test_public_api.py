@@ -17,6 +17,7 @@ PROMISED = {
     "GaussianK",
     "InputError",
     "JsonlSink",
+    "MalformedError",
     "MemorySink",
     "Metered",
     "MismatchError",

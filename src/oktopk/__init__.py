@@ -23,6 +23,7 @@ from oktopk.comm import Comm, Metered, ProcessGroupComm, Traffic, run_local
 from oktopk.ddp import Attached, attach, small_or_vector
 from oktopk.errors import (
     InputError,
+    MalformedError,
     MismatchError,
     NonFiniteError,
     OktopkError,
@@ -48,6 +49,7 @@ __all__ = [
     "GaussianK",
     "InputError",
     "JsonlSink",
+    "MalformedError",
     "MemorySink",
     "Metered",
     "MismatchError",

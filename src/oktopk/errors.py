@@ -6,10 +6,12 @@
     │   └── NonFiniteError   it holds NaN or Inf                                       (a ValueError)
     ├── MismatchError   the ranks disagree on what they are about to reduce            (a ValueError)
     ├── StateError      a state dict of another algorithm, version or size             (a ValueError)
+    ├── MalformedError  a block or its indices that cannot be: cut short, out of order (a ValueError)
     └── PeerError       another rank failed, or left, while this one waited for it     (a RuntimeError)
 
 An `InputError`, `NonFiniteError` or `MismatchError` is raised on every rank alike, before any gradient travels,
-and leaves the residual as it was; but of steps that stay on a GPU see docs/gpu.md.
+and leaves the residual as it was; but of steps that stay on a GPU see docs/gpu.md. A `MalformedError` is raised on the
+rank that received the block, before anything of it is used; the others are told and raise a `PeerError`.
 """
 
 from collections.abc import Iterable
@@ -42,6 +44,14 @@ class MismatchError(OktopkError, ValueError):
 
 class StateError(OktopkError, ValueError):
     """A state dict that does not fit."""
+
+
+class MalformedError(OktopkError, ValueError):
+    """A block, its indices or its values that cannot be; `rank` says which rank sent it, if it is known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message if rank is None else f"a malformed message from rank {rank}: {message}")
+        self.rank = rank
 
 
 class PeerError(OktopkError, RuntimeError):

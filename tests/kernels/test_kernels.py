@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from oktopk import MalformedError
 from oktopk.kernels import WORTH_COMPILING, Kernels, compiled, cpu, kernels_for, reference
 from oktopk.kernels.cpu import PIECE
 from tests.laws import same_bits
@@ -308,3 +309,66 @@ def test_pack_and_unpack_are_the_references(width: int, gaps: list[int]) -> None
     assert not wanted[len(packed) :].any()
     for kernels in (compiled, reference):
         assert torch.equal(kernels.unpack(torch.nn.functional.pad(packed, (0, 4)), slots, width), index)
+
+
+# ---- data that cannot be
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_nan_among_the_scores_is_refused(dtype: torch.dtype, sign: float) -> None:
+    """One with its sign bit set was counted behind the last bin."""
+    score = random(20_000, dtype).abs()
+    score[77] = math.copysign(math.nan, sign)
+    for kernels in (cpu, compiled, reference):
+        for k in (1, 200, len(score)):
+            with pytest.raises(MalformedError, match="a score is NaN"):
+                kernels.kth_largest(score, k)
+
+
+@pytest.mark.parametrize("k", [0, -1, 4])
+def test_there_is_no_such_score(k: int) -> None:
+    for kernels in (cpu, compiled, reference):
+        with pytest.raises(MalformedError, match="k must be 1 to 3"):
+            kernels.kth_largest(torch.ones(3), k)
+
+
+@pytest.mark.parametrize("width", [8, 12, 16])
+@pytest.mark.parametrize("slots", [-1, 2**31 - 1, -(2**31)])
+def test_slots_that_are_not_there_are_not_unpacked(width: int, slots: int) -> None:
+    """-1 made room for none, and thousands were written."""
+    for kernels in (compiled, reference):
+        with pytest.raises(MalformedError, match=f"do not hold {slots} slots of {width} bits"):
+            kernels.unpack(torch.zeros(20_000, dtype=torch.uint8), slots, width)
+
+
+@pytest.mark.parametrize("index", [[-1, 3], [5, 3], [10**6, 0], [3, 3]], ids=str)
+def test_indices_without_gaps_are_not_packed(index: list[int]) -> None:
+    for kernels in (compiled, reference):
+        with pytest.raises(MalformedError, match="strictly increasing"):
+            kernels.pack(torch.tensor(index), 8)
+
+
+@pytest.mark.parametrize("index", [[-1, 3], [5, 3], [0, 20_000]], ids=str)
+def test_what_lies_outside_is_not_spread(index: list[int]) -> None:
+    with pytest.raises(MalformedError, match=r"within 0\.\.19999"):
+        compiled.spread(torch.tensor(index), torch.ones(2), torch.empty(20_000))
+
+
+@pytest.mark.parametrize("bounds", [[0, 11], [-1, 10], [0, 7, 5, 10], [0, 5, 10]], ids=str)
+def test_segments_outside_the_vector_are_refused(bounds: list[int]) -> None:
+    floors = [1.0] if len(bounds) != 4 else [1.0] * 3
+    with pytest.raises(MalformedError, match="bounds"):
+        compiled.at_least(torch.ones(10), bounds, floors)
+    with pytest.raises(MalformedError, match="bounds"):
+        compiled.accumulate_seeing(torch.ones(10), torch.ones(10), torch.ones(10), bounds, floors)
+
+
+def test_an_unaligned_result_is_not_streamed_to() -> None:
+    """A store past the cache to an address that is no multiple of the element's size would be a fault."""
+    whole = torch.zeros(4 * 20_001, dtype=torch.uint8)
+    out = torch.frombuffer(whole.numpy().data, dtype=torch.float32, offset=1, count=20_000)
+    compiled.spread(torch.tensor([3, 19_999]), torch.tensor([1.0, 2.0]), out)
+    assert out.nonzero().view(-1).tolist() == [3, 19_999]
+    index = compiled.accumulate_seeing(torch.ones(20_000), torch.zeros(20_000), out, [0, 20_000], [1.0])[1]
+    assert len(index) == 20_000

@@ -51,7 +51,11 @@ def accumulate_seeing(
 
 def kth_largest(score: Tensor, k: int) -> float:
     """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
-    return float(np.partition(score.numpy(), -k)[-k])  # half the time of torch.topk
+    reference.check_k(k, len(score))
+    largest = np.partition(score.numpy(), -k)[-k:]  # half the time of torch.topk; NaN among the largest
+    if np.isnan(largest).any():
+        raise reference.no_score()
+    return float(largest[0])
 
 
 def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:

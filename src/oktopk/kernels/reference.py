@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oktopk.errors import MalformedError
+
 NAME = "reference (torch)"
 Ends = Sequence[int] | NDArray[np.int64]
 Floors = Sequence[float] | NDArray[np.float64]
@@ -86,7 +88,11 @@ def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
 
 def kth_largest(score: Tensor, k: int) -> float:
     """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
-    return float(torch.topk(score, k, sorted=False).values.min())
+    check_k(k, len(score))
+    largest = torch.topk(score, k, sorted=False).values
+    if bool(largest.isnan().any()):  # which torch counts among the largest
+        raise no_score()
+    return float(largest.min())
 
 
 def is_increasing(index: Tensor) -> bool:
@@ -135,15 +141,39 @@ def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
 
 def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
     """Return the indices that were packed into so many slots."""
+    check_slots(len(packed), num_slots, width)
     if width == 8:
         slots = packed[:num_slots].long()
     elif width == 16:
         slots = packed[: 2 * num_slots].view(torch.int16).long() & 0xFFFF
     else:
-        three = packed[: 3 * ((num_slots + 1) // 2)].long().view(-1, 3)
+        bytes_ = packed[: 3 * ((num_slots + 1) // 2)].long()
+        three = torch.nn.functional.pad(bytes_, (0, -len(bytes_) % 3)).view(-1, 3)
         first, second = three[:, 0] | (three[:, 1] & 15) << 8, three[:, 1] >> 4 | three[:, 2] << 4
         slots = torch.stack([first, second], 1).view(-1)[:num_slots]
     return slots.cumsum(0)[slots != marker_of(width)]
+
+
+def check_k(k: int, count: int) -> None:
+    """Raise unless there is a k-th of so many."""
+    if not 1 <= k <= count:
+        raise MalformedError(f"k must be 1 to {count}, the number of scores, not {k}")
+
+
+def no_score() -> MalformedError:
+    """Return the error of a score that has no place among others."""
+    return MalformedError("a score is NaN, so that there is no k-th largest")
+
+
+def check_slots(num_bytes: int, num_slots: int, width: int) -> None:
+    """Raise unless so many bytes hold so many slots."""
+    if width not in (8, 12, 16) or not 0 <= num_slots <= num_bytes * 8 // width:
+        raise MalformedError(f"{num_bytes} bytes do not hold {num_slots} slots of {width} bits")
+
+
+def not_packable() -> MalformedError:
+    """Return the error of indices that have a gap which no slot can say."""
+    return MalformedError("indices must be strictly increasing, and none negative, to be packed")
 
 
 def marker_of(width: int) -> int:
@@ -153,6 +183,8 @@ def marker_of(width: int) -> int:
 
 def _slots(index: Tensor, marker: int) -> Tensor:
     gaps = index.diff(prepend=index.new_zeros(1))
+    if bool((gaps[1:] <= 0).any() or (gaps[:1] < 0).any()):
+        raise not_packable()
     further = gaps.div(marker, rounding_mode="floor")
     if not bool(further.any()):
         return gaps

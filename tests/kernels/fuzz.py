@@ -1,0 +1,183 @@
+"""Every compiled kernel, and the decoder above them, on data of any bits.
+
+    NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=folder python -m tests.kernels.fuzz SEED ROUNDS
+
+In a process of its own, since numba reads its settings once: with these an access outside an array is an IndexError,
+which nothing here allows. `MalformedError` is the only one that is. What a kernel writes to lies between canaries, for
+the stores that numba does not check, and begins anywhere in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core import config
+from torch import Tensor
+
+from oktopk import MalformedError, Sparse
+from oktopk.kernels import WORTH_COMPILING, compiled, reference
+from oktopk.packing import WIDTHS
+from oktopk.values import WIRES
+from oktopk.wire import HEADER_WORDS, Codec
+
+LENGTHS = (0, 1, 7, 127, 128, 129, 1000, 4096, 4097, WORTH_COMPILING - 1, WORTH_COMPILING + 3, 70_000)
+MARGIN = 64
+CANARY = 0x5A
+
+
+class Fuzz:
+    """Random data from a seed, and what must hold of all of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.refused = self.done = 0
+
+    def length(self) -> int:
+        return int(self.rng.choice(LENGTHS) if self.rng.random() < 0.7 else self.rng.integers(0, 70_000))
+
+    def any_bits(self, numel: int, dtype: type) -> Tensor:
+        """Return numbers of all kinds: NaN of either sign, infinite, denormal."""
+        return torch.tensor(np.frombuffer(self.rng.bytes(numel * np.dtype(dtype).itemsize), dtype))
+
+    def numbers(self, numel: int, dtype: type) -> Tensor:
+        """Return any bits; or what is common, with a few awkward ones or none."""
+        kind = self.rng.integers(3)
+        if kind == 0:
+            return self.any_bits(numel, dtype)
+        made = self.rng.standard_normal(numel).astype(dtype)
+        if kind == 1 and numel:
+            some = self.rng.integers(numel, size=self.rng.integers(1, 4))
+            made[some] = self.rng.choice([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-40, 3e38], size=len(some))
+        return torch.from_numpy(made)
+
+    def indices(self, count: int, numel: int) -> Tensor:
+        """Return indices below `numel`; or as many that are out of order, out of range, or anything."""
+        kind = self.rng.integers(6)
+        if kind == 0:
+            return self.any_bits(count, np.int64)
+        index = np.sort(self.rng.choice(max(numel, 1), min(count, numel), replace=False)).astype(np.int64)
+        if len(index) and kind < 4:
+            at = self.rng.integers(len(index), size=2)
+            index[at] = [(-1, numel), (index[at[1]], index[at[0]]), (numel + 10**6, -(10**6))][kind - 1]
+        return torch.from_numpy(index)
+
+    def bounds(self, numel: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return bounds of segments, a floor of any bits for each; now and then such as cannot be."""
+        inner = self.rng.integers(0, numel + 1, size=self.rng.integers(0, 9))
+        bounds = np.array([0, *np.sort(inner), numel])
+        if self.rng.random() < 0.2:
+            bounds[self.rng.integers(len(bounds))] = self.rng.choice([-1, numel + 1, numel + 10**6, -(10**9)])
+        return bounds, self.numbers(len(bounds) - 1, np.float64).numpy()
+
+    def between_canaries(self, numel: int, dtype: type) -> tuple[Tensor, Callable[[], None]]:
+        """Return room for so many numbers, beginning anywhere, and how to know that all around it is as it was."""
+        whole = np.full((numel + 2 * MARGIN) * np.dtype(dtype).itemsize, CANARY, np.uint8).view(dtype)
+        first = int(self.rng.integers(1, MARGIN))
+        before, after = whole[:first].tobytes(), whole[first + numel :].tobytes()
+
+        def check() -> None:
+            assert whole[:first].tobytes() == before, "something was written before the array"
+            assert whole[first + numel :].tobytes() == after, "something was written behind the array"
+
+        return torch.from_numpy(whole)[first : first + numel], check
+
+    def attempt(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Return what it returns; None if it says that its data cannot be."""
+        self.done += 1
+        try:
+            return work(*args)
+        except MalformedError:
+            self.refused += 1
+            return None
+
+    def round(self) -> None:
+        """Call everything once, with other data."""
+        dtype, numel = (np.float32, np.float64)[self.rng.integers(2)], self.length()
+        self.over_all(numel, dtype)
+        self.over_pairs(numel, dtype)
+        self.over_packed(numel)
+        self.over_blocks()
+
+    def over_all(self, numel: int, dtype: type) -> None:
+        grad, held, bounds = self.numbers(numel, dtype), self.numbers(numel, dtype), self.bounds(numel)
+        for work, *more in ((compiled.accumulate,), (compiled.accumulate_seeing, *bounds)):
+            out, check = self.between_canaries(numel, dtype)
+            self.attempt(work, grad, held, out, *more)
+            check()
+        self.attempt(compiled.accumulate, grad[: numel // 2], held, torch.empty_like(held))
+        self.attempt(compiled.at_least, held, *bounds)
+        compiled.mean_squares(held, bounds[0])
+        for k in (0, 1, max(numel // 50, 1), numel, numel + 1, -3):
+            found = self.attempt(compiled.kth_largest, held.abs(), k)
+            assert found is None or found == reference.kth_largest(held.abs(), k)
+            self.attempt(compiled.kth_largest, held, k)
+
+    def over_pairs(self, numel: int, dtype: type) -> None:
+        many = [self.indices(int(self.rng.integers(numel + 1)), numel) for _ in range(self.rng.integers(1, 5))]
+        value = [self.numbers(len(index), dtype) for index in many]
+        merged = self.attempt(compiled.merge, many, value)
+        assert len(merged[0]) == len(merged[1]) <= sum(map(len, many))
+        assert len(compiled.shared(many[0], many[-1])) <= len(many[-1])
+        self.attempt(compiled.merge, many, [value[0][:-1], *value[1:]])
+        for index, what in ((many[0], value[0]), (many[0], value[0][:-1])):
+            out, check = self.between_canaries(numel, dtype)
+            self.attempt(compiled.spread, index, what, out)
+            check()
+
+    def over_packed(self, numel: int) -> None:
+        width = int(self.rng.choice(WIDTHS))
+        index = self.indices(int(self.rng.integers(numel + 1)), numel)
+        if not len(index) or int(index[-1]) < 1 << 31:  # for longer vectors nothing is packed
+            packed = self.attempt(compiled.pack, index, width)
+            assert packed is None or torch.equal(compiled.unpack(*packed, width), index)
+        some, fits = self.any_bits(numel, np.uint8), numel * 8 // width
+        for slots in (-1, 0, fits, fits + 1, int(self.rng.integers(fits + 1)), 2**31 - 1, -(2**31)):
+            found = self.attempt(compiled.unpack, some, slots, width)
+            assert found is None or torch.equal(found, reference.unpack(some, slots, width))
+
+    def over_blocks(self) -> None:
+        numel = int(self.rng.choice([1, 300, 70_000, 10_000_000, 2**31 - 1, 2**31, 2**40]))
+        codec = Codec(numel, str(self.rng.choice(list(WIRES))))
+        capacity = int(self.rng.integers(0, min(numel, 20_000) + 1))
+        block = torch.zeros(codec.words(capacity), dtype=torch.int32)
+        if self.rng.random() < 0.5:
+            block = self.any_bits(len(block), np.int32)
+            self.spoil(block, [capacity, capacity - 1, 0, 1])
+        else:
+            index = torch.from_numpy(np.unique(self.rng.integers(numel, size=capacity)))
+            codec.encode_into_(block, Sparse(index, torch.ones(len(index)), numel), capacity)
+            self.spoil(block, [int(block[0]) - 1, int(block[1]) + 1])
+        short = block[: len(block) - int(self.rng.integers(0, 3))]
+        for each, room in ((block, capacity), (short, capacity), (block, None), (block, capacity + 1)):
+            decoded = self.attempt(codec.decode, each, torch.float32, room)
+            if decoded is not None:
+                part, note = decoded
+                assert part.nnz <= capacity
+                assert 0 <= note < 2**62
+                assert bool(part.value.isfinite().all())
+
+    def spoil(self, block: Tensor, likely: Sequence[int]) -> None:
+        """Make some words of the header, or one behind it, something else."""
+        for word in self.rng.integers(HEADER_WORDS, size=self.rng.integers(0, 4)):
+            block[word] = int(self.rng.choice([*likely, -1, 2**31 - 1, -(2**31)]))
+        if self.rng.random() < 0.3:
+            block[self.rng.integers(len(block))] = int(self.rng.integers(-(2**31), 2**31))
+
+
+def main(seed: int, rounds: int) -> None:
+    """Do so many rounds, and say what was done."""
+    assert config.BOUNDSCHECK == 1, "set NUMBA_BOUNDSCHECK=1, and NUMBA_CACHE_DIR to a folder of its own"
+    fuzz = Fuzz(seed)
+    with np.errstate(all="ignore"):
+        for _ in range(rounds):
+            fuzz.round()
+    assert 0 < fuzz.refused < fuzz.done
+    print(f"{fuzz.done} calls, {fuzz.refused} refused")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
