@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oktopk import NonFiniteError, OkTopk, Reducer, Sparse
+from oktopk import MalformedError, NonFiniteError, OkTopk, Reducer, Sparse
 from oktopk.algorithms.base import Reduced, observe
 from oktopk.partition import balanced_cuts, consensus, even_cuts, rebalanced_cuts
 from oktopk.wire import Codec
@@ -75,7 +75,7 @@ def test_intersecting_with_an_unsorted_list_applies_nothing_twice(name: str, kin
 
 @pytest.mark.parametrize("index", [[3, 1], [1, 1], [0, 2, 2], [-1, 0], [0, 5]])
 def test_a_list_that_is_unsorted_repeated_or_out_of_range_cannot_be_made(index: list[int]) -> None:
-    with pytest.raises(AssertionError, match="indices"):
+    with pytest.raises(MalformedError, match="indices"):
         Sparse(torch.tensor(index), torch.ones(len(index)), 5)
 
 

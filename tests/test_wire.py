@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
+import math
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk import Sparse
+from oktopk import MalformedError, Sparse
 from oktopk.values import WIRES, round_to
 from oktopk.wire import HEADER_WORDS, Codec
 
@@ -114,3 +118,95 @@ def test_a_pair_of_the_int8_wire_takes_a_byte_less(numel: int) -> None:
     capacity = numel // 100 * 5 // 4 // 4
     bf16, int8 = (4 * Codec(numel, wire).words(capacity) / capacity for wire in ("bf16", "int8"))
     assert 0.97 < bf16 - int8 < 1
+
+
+# ---- blocks that cannot be
+
+
+PACKED, PLAIN = ("int8", 10_000), ("fp32", 10_000)
+
+
+def block_of(wire: str, numel: int, count: int = 600, capacity: int = 700) -> tuple[Codec, torch.Tensor]:
+    codec = Codec(numel, wire)
+    part = Sparse(torch.arange(count) * (numel // count), torch.linspace(1, 2, count), numel)
+    return codec, codec.encode(part, capacity, note=7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "written", "said"),
+    [
+        (PLAIN, 0, -1, "says -1 pairs, where there can be 0 to 700"),
+        (PLAIN, 0, 701, "says 701 pairs"),
+        (PLAIN, 1, 1, "says 1 slots, where there can be 0 to 0"),
+        (PLAIN, 2, -5, "note"),
+        (PLAIN, 3, -(2**31), "note"),
+        (PLAIN, HEADER_WORDS, -1, "leave 0..9999"),
+        (PLAIN, HEADER_WORDS + 599, 10_000, "leave 0..9999"),
+        (PLAIN, HEADER_WORDS + 3, 0, "strictly increasing"),
+        (PLAIN, HEADER_WORDS + 700, 0x7F800000, "NaN or infinite"),
+        (PLAIN, HEADER_WORDS + 701, 0x7FC00000, "NaN"),
+        (PLAIN, HEADER_WORDS + 702, -1, "NaN"),
+        (PACKED, 0, 2**31 - 1, "pairs"),
+        (PACKED, 1, -1, "says -1 slots"),
+        (PACKED, 1, 599, "says 599 slots, where there can be 600"),
+        (PACKED, 1, 2**31 - 1, "slots"),
+        (PACKED, 0, 599, "600 indices"),
+        (PACKED, HEADER_WORDS, -1, "indices"),
+        (PACKED, -178, 0x7FC00000, "scale"),
+        (PACKED, -178, -0x40800000, "scale"),  # -1.0
+        (PACKED, -178, 0x7F800000, "NaN or infinite"),
+    ],
+)
+def test_a_block_that_cannot_be_is_refused(kind: tuple[str, int], word: int, written: int, said: str) -> None:
+    """-1 slots made room for none and wrote thousands; NaN was ranked, which wrote behind a histogram."""
+    codec, block = block_of(*kind)
+    codec.decode(block, torch.float32, 700)
+    block[word] = written
+    with pytest.raises(MalformedError, match=f"malformed message from rank 3: .*{re.escape(said)}"):
+        codec.decode(block, torch.float32, 700, source=3)
+
+
+@pytest.mark.parametrize("kind", [PACKED, PLAIN])
+def test_a_block_of_another_length_is_refused(kind: tuple[str, int]) -> None:
+    codec, block = block_of(*kind)
+    for other in (block[:3], block[:-1], torch.cat([block, block[:1]]), block.long()):
+        with pytest.raises(MalformedError, match="a block"):
+            codec.decode(other, torch.float32, 700)
+    with pytest.raises(MalformedError, match="a block of 600 pairs has"):
+        codec.decode(block, torch.float32)  # just enough room for as many as it says
+
+
+def test_a_region_refuses_indices_of_another() -> None:
+    codec, block = block_of(*PLAIN)
+    with pytest.raises(MalformedError, match=r"indices 0\.\.9584 leave 5\.\.9999"):
+        codec.decode(block, torch.float32, 700, between=(5, 10_000))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_sum_that_overflowed_still_arrives(wire: str) -> None:
+    part = Sparse(torch.arange(3), torch.tensor([1.0, math.inf, -math.inf]), 10)
+    block = Codec(10, wire).encode(part)
+    value = Codec(10, wire).decode(block, torch.float32, sums=True)[0].value
+    assert value.isinf()[1:].all()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@given(
+    numel=st.sampled_from([1, 40, 70_000, 2**31 - 1, 2**31, 2**40]),
+    capacity=st.integers(0, 300),
+    header=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 400), min_size=4, max_size=4),
+    seed=st.integers(0, 2**32),
+    spare=st.integers(-3, 3),
+)
+def test_a_block_of_any_words_is_decoded_or_refused(
+    wire: str, numel: int, capacity: int, header: list[int], seed: int, spare: int
+) -> None:
+    codec = Codec(numel, wire)
+    random = torch.Generator().manual_seed(seed)
+    block = torch.randint(-(2**31), 2**31, (max(codec.words(capacity) + spare, 0),), generator=random).int()
+    block[:HEADER_WORDS] = torch.tensor(header[: len(block)], dtype=torch.int32)
+    for room in (capacity, None):
+        with contextlib.suppress(MalformedError):
+            part, note = codec.decode(block, torch.float32, room)
+            assert part.nnz <= min(header[0], numel)
+            assert 0 <= note < 2**62

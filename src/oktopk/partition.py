@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from oktopk.errors import MalformedError
+
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
@@ -37,7 +39,12 @@ def balanced_cuts(index: Tensor, numel: int, parts: int) -> Tensor:
 def consensus(cuts: Tensor, comm: Comm) -> Tensor:
     """Return the mean of all ranks' cuts. In int64: in int32 the sum overflows from P = 79 at n = 27.5 M."""
     assert cuts.dtype == torch.int64
-    return comm.all_reduce(cuts.clone()) // comm.size
+    numel = int(cuts[-1])
+    mean = comm.all_reduce(cuts.clone()) // comm.size
+    edges = mean.tolist()
+    if edges[0] != 0 or edges[-1] != numel or edges != sorted(edges):
+        raise MalformedError(f"cuts must rise from 0 to {numel}; the mean of all ranks' is {edges}")
+    return mean
 
 
 def rebalanced_cuts(cuts: Tensor, index: Tensor, demand: Sequence[int]) -> Tensor:

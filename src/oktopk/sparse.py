@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
 
 
@@ -28,13 +29,17 @@ class Sparse:
     numel: int
 
     def __post_init__(self) -> None:
-        index = self.index
-        assert index.dtype == torch.int64, f"indices must be int64, not {index.dtype}"
-        assert self.value.shape == index.shape, f"{len(index)} indices for {self.value.shape} values"
+        index = self.index  # errors, not assertions: they may come from another rank, and python -O has none
+        if index.dtype != torch.int64:
+            raise MalformedError(f"indices must be int64, not {index.dtype}")
+        if self.value.shape != index.shape or index.dim() != 1:
+            raise MalformedError(f"indices of shape {tuple(index.shape)} for values of {tuple(self.value.shape)}")
         if len(index):
-            assert kernels_for(index).is_increasing(index), "indices must be strictly increasing"
+            if not kernels_for(index).is_increasing(index):
+                raise MalformedError("indices must be strictly increasing")
             first, last = int(index[0]), int(index[-1])
-            assert 0 <= first <= last < self.numel, f"indices {first}..{last} leave 0..{self.numel - 1}"
+            if first < 0 or last >= self.numel:
+                raise MalformedError(f"indices {first}..{last} leave 0..{self.numel - 1}")
 
     @staticmethod
     def empty(numel: int, like: Tensor) -> Sparse:

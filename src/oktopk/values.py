@@ -7,11 +7,13 @@ is exact, and rounding what is rounded already changes nothing.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oktopk.errors import one_of
+from oktopk.errors import MalformedError, one_of
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 GROUP = 256
@@ -50,10 +52,12 @@ def write_(wire: str, words: Tensor, value: Tensor) -> Tensor | None:
 
 
 def read(wire: str, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `count` of the values that `write_` wrote."""
+    """Return the first `count` of the values that `write_` wrote; scales that it never writes are refused."""
     if wire != "int8":
         return words.view(WIRES[wire])[:count].to(dtype)
     scale = words.view(torch.float32)[: -(-count // GROUP)]
+    if not bool((scale >= 2.0 ** EXPONENTS[0]).all()):  # of NaN, too, that is false
+        raise MalformedError(f"a scale of int8 values must be at least 2**{EXPONENTS[0]}, not {scale.min().item():g}")
     return _scaled(words[_num_groups(words) :].view(torch.int8)[:count], scale, dtype)
 
 
@@ -97,8 +101,8 @@ def _quantise(value: Tensor) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(1) if len(value) else single
     mantissa, exponent = torch.frexp(largest / STEPS)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(*EXPONENTS)
-    scale = torch.where(largest.isinf(), largest, torch.ldexp(torch.ones_like(largest), exponent))
-    # What is infinite stays so: a sum that overflowed must show.
+    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), math.inf)
+    # What is infinite stays so, and what is NaN becomes so: a sum that overflowed must show.
     steps = torch.nan_to_num(groups / scale[:, None], nan=1.0).round_().clamp_(-STEPS, STEPS)
     return steps.view(-1)[: len(value)].to(torch.int8), scale
 

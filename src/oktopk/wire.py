@@ -13,12 +13,15 @@ algorithms give it back to the residual.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from oktopk import values
+from oktopk.errors import MalformedError
+from oktopk.kernels.reference import marker_of
 from oktopk.packing import PLAIN, best_width, pack, packed_words, unpack
 from oktopk.sparse import Sparse
 from oktopk.values import num_words
@@ -81,9 +84,31 @@ class Codec:
         block[:HEADER_WORDS] = torch.tensor([part.nnz, slots, note & _LOW, note >> 31], dtype=torch.int32)
         return values.write_(self.wire, room, part.value)
 
-    def decode(self, block: Tensor, dtype: torch.dtype, capacity: int | None = None) -> tuple[Sparse, int]:
-        """Return what `encode` was given: the part, its values as `dtype`, and the note."""
-        count, slots, low, high = block[:HEADER_WORDS].tolist()
+    def decode(
+        self,
+        block: Tensor,
+        dtype: torch.dtype,
+        capacity: int | None = None,
+        *,
+        source: int | None = None,
+        between: tuple[int, int] | None = None,
+        sums: bool = False,
+    ) -> tuple[Sparse, int]:
+        """Return what `encode` was given: the part, its values as `dtype`, and the note.
+
+        A block that cannot be is a `MalformedError`, which names the `source`, before anything of it is used. Its
+        indices must lie in the region `between` two cuts (default: anywhere). Infinite values are refused but among
+        `sums`, which may have overflowed.
+        """
+        try:
+            return self._decode(block, dtype, capacity, between or (0, self.numel), sums)
+        except MalformedError as error:
+            raise error if source is None else MalformedError(str(error), source) from None
+
+    def _decode(
+        self, block: Tensor, dtype: torch.dtype, capacity: int | None, between: tuple[int, int], sums: bool
+    ) -> tuple[Sparse, int]:
+        count, slots, note = self._header(block, capacity)
         capacity = count if capacity is None else capacity
         indices, room = self._fields(block, capacity)
         width = self._width(capacity)
@@ -91,7 +116,36 @@ class Codec:
             index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
         else:
             index = unpack(indices.view(torch.uint8), slots, width)
-        return Sparse(index, values.read(self.wire, room, count, dtype), self.numel), high << 31 | low
+        if len(index) != count:
+            raise MalformedError(f"the header says {count} pairs, its {slots} slots hold {len(index)} indices")
+        value = values.read(self.wire, room, count, dtype)
+        squares = float(value.dot(value))  # NaN if a value is; finite only if all are
+        if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
+            raise MalformedError(f"a value is NaN{'' if sums else ' or infinite'}")
+        part = Sparse(index, value, self.numel)
+        if count and not between[0] <= int(index[0]) <= int(index[-1]) < between[1]:
+            raise MalformedError(f"indices {int(index[0])}..{int(index[-1])} leave {between[0]}..{between[1] - 1}")
+        return part, note
+
+    def _header(self, block: Tensor, capacity: int | None) -> tuple[int, int, int]:
+        """Return the count, the slots and the note of a block, checked against each other and the block's length."""
+        if block.dtype != torch.int32 or len(block) < HEADER_WORDS:
+            raise MalformedError(f"a block is {HEADER_WORDS} words of int32 or more, not {len(block)} of {block.dtype}")
+        count, slots, low, high = block[:HEADER_WORDS].tolist()
+        most = self.numel if capacity is None else min(capacity, self.numel)
+        if not 0 <= count <= most:
+            raise MalformedError(f"the header says {count} pairs, where there can be 0 to {most}")
+        words = self.words(count if capacity is None else capacity)
+        if len(block) != words:
+            raise MalformedError(f"a block of {count} pairs has {words} words here, not {len(block)}")
+        width = self._width(count if capacity is None else capacity)
+        further = 0 if width == PLAIN or not count else (self.numel - 1) // marker_of(width)
+        fewest = 0 if width == PLAIN else count
+        if not fewest <= slots <= fewest + further:
+            raise MalformedError(f"the header says {slots} slots, where there can be {fewest} to {fewest + further}")
+        if low < 0 or high < 0:
+            raise MalformedError(f"a note is a number of 62 bits, not of the words {low} and {high}")
+        return count, slots, high << 31 | low
 
     def rounding(self, *parts: Sparse) -> Tensor | None:
         """Return what sending each part in a block of its own loses of its values; None where nothing is lost."""

@@ -18,12 +18,14 @@ Each rank sends 4 c (P-1) words and its headers, always.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, taken_of
+from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
 from oktopk.partition import even_cuts, rebalanced_cuts
 from oktopk.reduce import merge
@@ -61,14 +63,14 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
     with comm.phase("exchange"):
         arrived = comm.all_to_all_even(blocks)
     with comm.phase("reduce"):
-        region, demand = _sum(arrived, capacity, state, codec, acc.dtype)
+        region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
         share = region.nnz if k == state.numel else math.ceil(demand / comm.size)
         kept = _largest(region, min(share, capacity), state)
         block = codec.encode(kept, capacity, note=demand)
     with comm.phase("gather"):
         gathered = comm.all_gather(block)
     with comm.phase("apply"):
-        total, demands = _unpack(gathered, capacity, codec, acc.dtype)
+        total, demands = _unpack(gathered, capacity, state.cuts, codec, acc.dtype)
         taken, rounding = taken_of(sent, lost, total)
         if max(demands) > capacity * comm.size and k < state.numel:
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
@@ -139,12 +141,18 @@ def _fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
     return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
 
 
-def _sum(arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, int]:
+def _sum(
+    arrived: Tensor, capacity: int, state: OkTopkState, codec: Codec, dtype: torch.dtype, rank: int
+) -> tuple[Sparse, int]:
     """Return the sum of this rank's region, in rank order, and how many pairs the ranks wanted to send to it."""
-    decoded = [codec.decode(block, dtype, capacity) for block in arrived]
+    low, high = state.cuts[rank : rank + 2].tolist()
+    decoded = [
+        codec.decode(block, dtype, capacity, source=source, between=(low, high)) for source, block in enumerate(arrived)
+    ]
     notes = [note for _, note in decoded]
     Verdict.raise_if_any(notes, state.numel)
-    return merge([part for part, _ in decoded]), sum(map(Verdict.detail, notes))
+    demands = [_within(Verdict.detail(note), high - low, source) for source, note in enumerate(notes)]
+    return merge([part for part, _ in decoded]), sum(demands)
 
 
 def _largest(region: Sparse, share: int, state: OkTopkState) -> Sparse:
@@ -155,10 +163,27 @@ def _largest(region: Sparse, share: int, state: OkTopkState) -> Sparse:
     return region[top_k(score, share)]
 
 
-def _unpack(gathered: Tensor, capacity: int, codec: Codec, dtype: torch.dtype) -> tuple[Sparse, list[int]]:
+def _unpack(
+    gathered: Tensor, capacity: int, cuts: Tensor, codec: Codec, dtype: torch.dtype
+) -> tuple[Sparse, list[int]]:
     """Return what all owners kept, and what was wanted of each."""
-    decoded = [codec.decode(block, dtype, capacity) for block in gathered]
-    return Sparse.join([part for part, _ in decoded]), [demand for _, demand in decoded]
+    regions = list(pairwise(cuts.tolist()))
+    decoded = [
+        codec.decode(block, dtype, capacity, source=owner, between=region, sums=True)
+        for owner, (block, region) in enumerate(zip(gathered, regions, strict=True))
+    ]
+    demands = [
+        _within(demand, len(regions) * (high - low), owner)
+        for owner, ((_, demand), (low, high)) in enumerate(zip(decoded, regions, strict=True))
+    ]
+    return Sparse.join([part for part, _ in decoded]), demands
+
+
+def _within(demand: int, most: int, source: int) -> int:
+    """Return a demand that a rank told, if there are so many elements to want."""
+    if demand > most:
+        raise MalformedError(f"{demand} pairs are wanted of a region, where there are {most}", source)
+    return demand
 
 
 def _smallest(total: Sparse, state: OkTopkState) -> float | None:

@@ -35,9 +35,9 @@ class GaussianK(Sparsifier):
             part = Sparse.pick(acc, taken)
             block = codec.encode(part)
         with comm.phase("gather"):
-            blocks = comm.exchange([block] * comm.size)
+            blocks = comm.exchange([block] * comm.size, most=codec.words(_most(k)))
         with comm.phase("reduce"):
-            total = merge([codec.decode(row, acc.dtype)[0] for row in blocks])
+            total = merge([codec.decode(row, acc.dtype, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1
         return Reduced(total, taken, selected=len(taken), threshold=threshold, kept=codec.rounding(part))
 
@@ -55,4 +55,9 @@ def _select(acc: Tensor, k: int, density: float, step: int) -> tuple[Tensor, flo
         if not in_band(len(index), k):
             threshold = sampled_threshold(acc, k, ranking, seed=step)
             index = at_least(acc, threshold, ranking)
-    return index[largest(acc[index].abs(), max(int(BAND[1] * k), 1), step)], threshold
+    return index[largest(acc[index].abs(), _most(k), step)], threshold
+
+
+def _most(k: int) -> int:
+    """Return how many pairs a rank sends at most."""
+    return max(int(BAND[1] * k), 1)

@@ -7,9 +7,11 @@ anyone's residual. Here the rank that cut it keeps it in its own, so that gTop-k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, taken_of
@@ -58,7 +60,7 @@ class _Tree:
             if rank + distance < self.comm.size:
                 theirs = self._receive(rank + distance, mine.value)
                 with self.comm.phase("reduce"):
-                    mine = self._cut(merge([mine, theirs]), cut)
+                    mine = self._cut(_sum(mine, theirs), cut)
         return (self._round(mine, cut) if rank == 0 else mine), cut
 
     def broadcast(self, mine: Sparse) -> Sparse:
@@ -94,4 +96,10 @@ class _Tree:
     def _receive(self, source: int, like: Tensor) -> Sparse:
         with self.comm.phase("exchange"):
             block = self.comm.swap(None, source, source, self.codec.words(self.k), like.device).wait()
-        return self.codec.decode(block, like.dtype, capacity=self.k)[0]
+        return self.codec.decode(block, like.dtype, self.k, source=source, sums=True)[0]
+
+
+def _sum(mine: Sparse, theirs: Sparse) -> Sparse:
+    """Return the sum; of two infinities, sums that overflowed on their way, it is infinite: a NaN has no rank."""
+    total = merge([mine, theirs])
+    return Sparse(total.index, torch.where(total.value.isnan(), math.inf, total.value), total.numel)

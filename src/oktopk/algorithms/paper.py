@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import OkTopkState, Reduced, taken_of
+from oktopk.errors import MalformedError
 from oktopk.partition import balanced_cuts, consensus
 from oktopk.reduce import merge
 from oktopk.select import (
@@ -60,7 +62,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, ca
     with comm.phase("agree"):
         if due.repartition:
             state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
-    region, lost = _split_and_reduce(selected, state.cuts, codec, comm)
+    region, lost = _split_and_reduce(selected, state.cuts, cap, codec, comm)
     with comm.phase("agree"):
         kept, sizes = _select_globally(region, state, k, cap, due.rethreshold, comm)
     total, returned = _balance_and_allgather(kept, sizes, codec, comm)
@@ -92,7 +94,9 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, cap: int, rethresho
     return found[largest(state.ranking.score(found.value, found.index), cap, state.step)]
 
 
-def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) -> tuple[Sparse, Tensor | None]:
+def _split_and_reduce(
+    selected: Sparse, cuts: Tensor, cap: int, codec: Codec, comm: Comm
+) -> tuple[Sparse, Tensor | None]:
     """Return the sum, in rank order, of all that was selected in this rank's region (indices are the whole vector's).
 
     And what rounding took from what this rank selected.
@@ -102,9 +106,10 @@ def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) 
     rank, size, ones = comm.rank, comm.size, [1] * comm.size
     with comm.phase("pack"):
         parts = selected.between(cuts)
+        low, high = cuts[rank : rank + 2].tolist()
     with comm.phase("exchange"):
         counts = torch.tensor([part.nnz for part in parts], device=selected.index.device)
-        arriving = comm.all_to_all(counts, ones, ones).tolist()
+        arriving = _checked(comm.all_to_all(counts, ones, ones).tolist(), [min(high - low, cap)] * size)
         received: list[list[Sparse]] = [[] for _ in range(size)]
         received[rank].append(codec.rounded(parts[rank]))
         travelling: deque[tuple[int, Pending]] = deque()
@@ -115,13 +120,20 @@ def _split_and_reduce(selected: Sparse, cuts: Tensor, codec: Codec, comm: Comm) 
                 words = codec.words(count) if count else 0
                 travelling.append((source, comm.swap(block, to, source, words, counts.device)))
                 if len(travelling) > 1:
-                    _unpack_(travelling.popleft(), received, codec, selected.value.dtype)
+                    _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
         while travelling:
-            _unpack_(travelling.popleft(), received, codec, selected.value.dtype)
+            _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
     with comm.phase("reduce"):
-        low, high = cuts[rank : rank + 2].tolist()
         in_rank_order = [part.shift(-low, high - low) for row in received for part in row]
         return merge(in_rank_order).shift(low, selected.numel), codec.rounding(*parts)
+
+
+def _checked(counts: list[int], most: Sequence[int]) -> list[int]:
+    """Return how many pairs each rank says that it has, if it can have so many: room is made for them."""
+    for source, (count, limit) in enumerate(zip(counts, most, strict=True)):
+        if not 0 <= count <= limit:
+            raise MalformedError(f"it announces {count} pairs, where there can be 0 to {limit}", source)
+    return counts
 
 
 def _bucket_sizes(count: int) -> list[int]:
@@ -132,11 +144,17 @@ def _buckets(part: Sparse) -> list[Sparse]:
     return [part[first : first + BUCKET_PAIRS] for first in range(0, part.nnz, BUCKET_PAIRS)]
 
 
-def _unpack_(arrived: tuple[int, Pending], received: list[list[Sparse]], codec: Codec, dtype: torch.dtype) -> None:
+def _unpack_(
+    arrived: tuple[int, Pending],
+    received: list[list[Sparse]],
+    region: tuple[int, int],
+    codec: Codec,
+    dtype: torch.dtype,
+) -> None:
     source, pending = arrived
     block = pending.wait()
     if len(block):
-        received[source].append(codec.decode(block, dtype)[0])
+        received[source].append(codec.decode(block, dtype, source=source, between=region)[0])
 
 
 def _select_globally(
@@ -151,28 +169,29 @@ def _select_globally(
     turns_first_(score, k // comm.size, state.step)
     if rethreshold:
         state.global_threshold = _exact_global_threshold(score, state, k, comm)
-    kept, sizes = _keep(region, score, state.global_threshold, comm)
+    kept, sizes = _keep(region, score, state, comm)
     if not rethreshold and not in_band(sum(sizes), k):
         state.global_threshold = 0.0 if k >= state.numel else kth_largest_by_sketch(score, k, comm)
-        kept, sizes = _keep(region, score, state.global_threshold, comm)
-    return (kept, sizes) if sum(sizes) <= cap else _cap_largest(region, score, cap, state.step, comm)
+        kept, sizes = _keep(region, score, state, comm)
+    return (kept, sizes) if sum(sizes) <= cap else _cap_largest(region, score, cap, state, comm)
 
 
-def _cap_largest(region: Sparse, score: Tensor, cap: int, turn: int, comm: Comm) -> tuple[Sparse, list[int]]:
+def _cap_largest(region: Sparse, score: Tensor, cap: int, state: OkTopkState, comm: Comm) -> tuple[Sparse, list[int]]:
     """Return what this owner keeps, and how many each does, of the `cap` largest of all.
 
     Of those that equal the last one, others have their turn in every step; they lie in the order of the owners.
     """
     least = kth_largest_of_all(score, cap, comm)
     above, equal = score > least, (score == least).nonzero().view(-1)
-    counts = comm.all_gather(torch.stack([above.sum(), above.new_tensor(len(equal), dtype=torch.int64)])).tolist()
-    ends = list(accumulate((ties for _, ties in counts), initial=0))
-    places = torch.arange(ends[-1])
-    chosen = in_turn(places, cap - sum(larger for larger, _ in counts), turn)
-    ties = torch.searchsorted(chosen, torch.tensor(ends)).diff().tolist()
-    mine = chosen[(chosen >= ends[comm.rank]) & (chosen < ends[comm.rank + 1])] - ends[comm.rank]
-    above[equal[mine.to(equal.device)]] = True
-    return region[above], [larger + tied for (larger, _), tied in zip(counts, ties, strict=True)]
+    told = comm.all_gather(torch.tensor([int(above.sum()), len(equal)], device=score.device)).tolist()
+    lengths = state.cuts.diff().tolist()
+    larger, ties = (_checked(list(each), lengths) for each in zip(*told, strict=True))
+    ends = list(accumulate(ties, initial=0))
+    chosen = in_turn(torch.arange(ends[-1]), cap - sum(larger), state.step)
+    low, high = ends[comm.rank : comm.rank + 2]
+    above[equal[(chosen[(chosen >= low) & (chosen < high)] - low).to(equal.device)]] = True
+    tied = torch.searchsorted(chosen, torch.tensor(ends)).diff().tolist()
+    return region[above], [one + other for one, other in zip(larger, tied, strict=True)]
 
 
 def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Comm) -> float:
@@ -180,9 +199,10 @@ def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Com
     return 0.0 if k >= state.numel else kth_largest_of_all(score, k, comm)
 
 
-def _keep(region: Sparse, score: Tensor, threshold: float, comm: Comm) -> tuple[Sparse, list[int]]:
-    kept = region[score >= threshold]
-    return kept, comm.all_gather(torch.tensor([kept.nnz], device=score.device)).view(-1).tolist()
+def _keep(region: Sparse, score: Tensor, state: OkTopkState, comm: Comm) -> tuple[Sparse, list[int]]:
+    kept = region[score >= state.global_threshold]
+    sizes = comm.all_gather(torch.tensor([kept.nnz], device=score.device)).view(-1).tolist()
+    return kept, _checked(sizes, state.cuts.diff().tolist())
 
 
 @dataclass(frozen=True)
@@ -225,7 +245,10 @@ def _balance_and_allgather(
             kept, lost = _balance(kept, layout, codec, comm)
         blocks = comm.all_gather(codec.encode(kept, capacity=room))
     with comm.phase("apply"):
-        parts = [codec.decode(block, kept.value.dtype, capacity=room)[0] for block in blocks]
+        parts = [
+            codec.decode(block, kept.value.dtype, room, source=source, sums=True)[0]
+            for source, block in enumerate(blocks)
+        ]
         return Sparse.join(parts), lost + codec.lost(kept)
 
 
@@ -241,6 +264,10 @@ def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> tuple[S
         [kept.index.new_empty(0, dtype=torch.int32), *(block for block in blocks if block is not None)]
     )
     arrived = torch.split(comm.all_to_all(outgoing, send, receive), receive)
-    parts = [codec.decode(block, kept.value.dtype)[0] for block in arrived if len(block)]
+    parts = [
+        codec.decode(block, kept.value.dtype, counts[source], source=source, sums=True)[0]
+        for source, block in enumerate(arrived)
+        if len(block)
+    ]
     moved = Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])
     return moved, tuple(lost for piece in pieces for lost in codec.lost(piece))

@@ -33,6 +33,6 @@ class TopkA(Sparsifier):
         with comm.phase("gather"):
             blocks = comm.all_gather(block)
         with comm.phase("reduce"):
-            total = merge([codec.decode(row, acc.dtype, capacity=k)[0] for row in blocks])
+            total = merge([codec.decode(row, acc.dtype, k, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1
         return Reduced(total, taken, selected=len(taken), kept=codec.rounding(part))

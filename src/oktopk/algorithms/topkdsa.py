@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
+from oktopk.errors import MalformedError
 from oktopk.partition import even_cuts
 from oktopk.reduce import merge
 from oktopk.select import top_k
@@ -38,14 +39,18 @@ class TopkDSA(Sparsifier):
             parts = Sparse.pick(acc, taken).split(cuts)
             blocks = [codec.encode(part) for codec, part in zip(codecs, parts, strict=True)]
         with comm.phase("exchange"):
-            arrived = comm.exchange(blocks)
+            arrived = comm.exchange(blocks, most=mine.words(min(k, mine.numel)))
         with comm.phase("reduce"):
-            region = merge([mine.decode(block, acc.dtype)[0] for block in arrived])
+            region = merge([mine.decode(each, acc.dtype, source=source)[0] for source, each in enumerate(arrived)])
             block, lost = _encode_region(mine, region)
         with comm.phase("gather"):
-            gathered = comm.exchange([block] * comm.size)
+            most = max(codec.value_words(codec.numel) for codec in codecs)
+            gathered = comm.exchange([block] * comm.size, most=most)
         with comm.phase("apply"):
-            regions = [_decode_region(c, b, acc.dtype) for c, b in zip(codecs, gathered, strict=True)]
+            regions = [
+                _decode_region(codec, block, acc.dtype, owner)
+                for owner, (codec, block) in enumerate(zip(codecs, gathered, strict=True))
+            ]
             total = Sparse.concat(regions)
         state.step += 1
         returned = tuple(part.shift(int(cuts[comm.rank]), state.numel) for part in lost)
@@ -62,8 +67,11 @@ def _encode_region(codec: Codec, region: Sparse) -> tuple[Tensor, tuple[Sparse, 
     return block, codec.lost(Sparse(torch.arange(codec.numel, device=dense.device), dense, codec.numel))
 
 
-def _decode_region(codec: Codec, block: Tensor, dtype: torch.dtype) -> Sparse:
-    if len(block) < codec.value_words(codec.numel):
-        return codec.decode(block, dtype)[0]
+def _decode_region(codec: Codec, block: Tensor, dtype: torch.dtype, owner: int) -> Sparse:
+    whole = codec.value_words(codec.numel)
+    if len(block) < whole:
+        return codec.decode(block, dtype, source=owner, sums=True)[0]
+    if len(block) > whole:
+        raise MalformedError(f"a region of {codec.numel} elements has {whole} words at most, not {len(block)}", owner)
     dense = read(codec.wire, block[: num_words(codec.wire, codec.numel)], codec.numel, dtype)
     return Sparse.pick(dense, dense.nonzero().view(-1))

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from oktopk.errors import MalformedError
+
 
 class Pending(Protocol):
     """A message under way."""
@@ -55,8 +57,11 @@ class Comm(Protocol):
     def all_to_all_even(self, blocks: Tensor) -> Tensor:
         """Send row i to rank i; return what came, rank 0's row first. Rows are of one size, on all ranks."""
 
-    def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank."""
+    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
+        """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank.
+
+        A rank that announces a block of more than `most` elements, or of fewer than none, is refused.
+        """
 
     def swap(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
@@ -92,12 +97,16 @@ class Collectives:
         sizes = [blocks.shape[1]] * self.size
         return self.all_to_all(blocks.view(-1), sizes, sizes).view_as(blocks)
 
-    def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """See `Comm`."""
         send = [len(block) for block in blocks]
         ones = [1] * self.size
         sizes = torch.tensor(send, dtype=torch.int64, device=blocks[0].device)
         receive = self.all_to_all(sizes, ones, ones).tolist()
+        for source, size in enumerate(receive):  # room is made for them
+            if size < 0 or (most is not None and size > most):
+                limit = "more" if most is None else f"to {most}"
+                raise MalformedError(f"it announces a block of {size} elements, where it can be 0 {limit}", source)
         return list(torch.split(self.all_to_all(torch.cat(list(blocks)), send, receive), receive))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:

@@ -106,7 +106,8 @@ class _Letter:
         if not self.size:
             return torch.empty(0, dtype=torch.int32, device=self.device)
         block = self.meeting.collect(self.source, self.to)
-        assert len(block) == self.size, f"waited for {self.size} words, {len(block)} came"
+        if len(block) != self.size:
+            raise MismatchError(f"waited for {self.size} words from rank {self.source}, {len(block)} came")
         return block
 
 

@@ -147,10 +147,10 @@ class Metered:
         self._count("all_to_all", sent, sum(sent), start)
         return result
 
-    def exchange(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """See `Comm`."""
         start = time.perf_counter()
-        result = self._comm.exchange(blocks)
+        result = self._comm.exchange(blocks, most)
         ours = [block.numel() * block.element_size() for peer, block in enumerate(blocks) if peer != self.rank]
         theirs = [block.numel() * block.element_size() for peer, block in enumerate(result) if peer != self.rank]
         sizes = [torch.int64.itemsize] * (self.size - 1)
