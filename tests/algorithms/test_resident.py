@@ -190,3 +190,57 @@ def test_going_on_from_a_checkpoint_is_never_having_stopped() -> None:
 
     for one, other in oktopk.run_local(3, work):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        (0, -1),
+        (0, 2**31 - 1),
+        (2, -1),
+        (3, 2**31 - 1),
+        (HEADER_WORDS, -1),
+        (HEADER_WORDS, 2**31 - 1),
+        (HEADER_WORDS, 2000),
+    ],
+)
+@pytest.mark.parametrize("phase", ["all_to_all_even", "all_gather"])
+def test_a_block_that_cannot_be_refuses_the_step_on_all_ranks(phase: str, word: int, written: int) -> None:
+    """Its pairs are written nowhere, and nobody cuts regions by what it says."""
+
+    class Spoilt:
+        """A comm in which what rank 1 sends as its first block is spoilt, once."""
+
+        def __init__(self, comm: oktopk.Comm) -> None:
+            self.comm, self.spoils = comm, False
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.comm, name)
+
+        def all_to_all_even(self, blocks: Tensor) -> Tensor:
+            return self._spoilt("all_to_all_even", self.comm.all_to_all_even(blocks))
+
+        def all_gather(self, block: Tensor) -> Tensor:
+            return self._spoilt("all_gather", self.comm.all_gather(block))
+
+        def _spoilt(self, name: str, blocks: Tensor) -> Tensor:
+            if self.spoils and name == phase and blocks.dtype == torch.int32:
+                blocks[1, word] = written
+            return blocks
+
+    def work(comm: oktopk.Comm) -> None:
+        spoilt = Spoilt(comm)
+        reducer = oktopk.Reducer(oktopk.OkTopk(density=0.1, **PLAIN), spoilt, on_nonfinite="skip")
+        for step in range(16):
+            reducer.all_reduce(heavy_tailed(comm.rank, step, 3000))
+        before, cuts = reducer.residual, reducer._resident.cuts.clone()
+        spoilt.spoils = True
+        assert not bool(reducer.all_reduce(heavy_tailed(comm.rank, 16, 3000)).any())
+        assert reducer.last is not None
+        assert reducer.last.skipped
+        assert torch.equal(reducer.residual, before)
+        assert torch.equal(reducer._resident.cuts, cuts)
+        spoilt.spoils = False
+        assert bool(reducer.all_reduce(heavy_tailed(comm.rank, 17, 3000)).any())
+
+    oktopk.run_local(3, work)

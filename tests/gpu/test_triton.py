@@ -225,6 +225,47 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
         assert torch.equal(results[0][1], held)
 
 
+AWKWARD_WORDS = [0, 1, -1, 5, 99, 100, 101, 4000, 2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_cannot_be_are_marked_and_written_nowhere(fast: ModuleType, seed: int) -> None:
+    """Counts, indices and demands of any bits: both write the same, and nothing before or behind their vectors."""
+    numel, size, capacity, margin = 3 * TILE, 3, 100, 4096
+    cuts, random = even_cuts(numel, size).to(DEVICE), torch.Generator().manual_seed(seed)
+    made_of = torch.tensor(AWKWARD_WORDS)
+    words = made_of[torch.randint(len(made_of), (size, blocks.HEADER_WORDS + 2 * capacity), generator=random)]
+    if seed % 2:  # such as can be, but for a word
+        words[:, : blocks.HEADER_WORDS] = torch.tensor([capacity, 0, 300, 0])
+        words[:, blocks.HEADER_WORDS : blocks.HEADER_WORDS + capacity] = torch.arange(capacity)
+        words[1, seed] = 2000
+    came = words.int().to(DEVICE)
+    sent = torch.zeros_like(came)
+    results = []
+    for kernels in (fast, blocks):
+        marked = came.clone()
+        kernels.refuse(marked, cuts, capacity)
+        shared = came.clone()
+        kernels.refuse(shared, cuts[1:3], capacity)
+        whole = torch.zeros(4, numel + 2 * margin, device=DEVICE)
+        region, out, acc, held = whole[:, margin:-margin]
+        value = torch.full((capacity,), float(POISON), device=DEVICE)
+        kernels.add(came[0], capacity, region)
+        kernels.claim(came[1], capacity, region, value)
+        unmarked = came.clone()
+        unmarked[:, 1] = 0
+        told = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+        if seed % 2:  # else what is written twice is written in any order
+            kernels.deliver(unmarked, sent, cuts, capacity, out, acc, held, told)
+        if seed == 1 and kernels is fast:
+            assert marked[:, 1].tolist() == [0, 2000, 0]
+        assert not bool(whole[:, :margin].any())
+        assert not bool(whole[:, -margin:].any())
+        results.append((marked, shared, told, *((out, acc, region, value) if seed % 2 else ())))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
 @pytest.mark.parametrize("bad", [0, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_settle(fast: ModuleType, dtype: torch.dtype, bad: int) -> None:

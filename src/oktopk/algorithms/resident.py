@@ -254,6 +254,7 @@ class Resident:
             with comm.phase("gather"):
                 gathered = comm.all_gather(block.view(-1))
             with comm.phase("apply"):
+                self.kernels.refuse(gathered, self.cuts, self.capacity)
                 self._deliver_(gathered, held, acc, out)
                 if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel:
                     self._rebalance_(gathered)
@@ -270,6 +271,7 @@ class Resident:
     def _own(self, arrived: Tensor, owner: _Owner) -> Tensor:
         """Return the block of what this rank, as an owner, keeps of what arrived: its share of the largest sums."""
         kernels, size, capacity = self.kernels, self.comm.size, self.capacity
+        kernels.refuse(arrived, self.cuts[self.comm.rank : self.comm.rank + 2], capacity)
         for block in arrived:
             kernels.add(block, capacity, owner.region)
         for block, total in zip(arrived, owner.total, strict=True):
@@ -319,7 +321,8 @@ class Resident:
         mass = weight.view(-1)[order].cumsum(0)
         goals = mass[-1] * torch.arange(1, size, device=mass.device) // size
         fairer = sorted_index[torch.searchsorted(mass, goals, right=True).clamp(max=len(mass) - 1)]
-        unfair = (demand.max() > capacity * size) & (mass[-1] > 0)
+        fine = (gathered[:, 1] == 0).all()  # else these may be no demands, and no indices
+        unfair = fine & (demand.max() > capacity * size) & (mass[-1] > 0)
         self.cuts[1:-1] = torch.where(unfair, fairer, self.cuts[1:-1])
 
     def save_(self, state: OkTopkState) -> None:

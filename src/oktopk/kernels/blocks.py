@@ -5,7 +5,8 @@ A vector is cut into tiles of `TILE` elements. What is large in a tile lies in t
 indices, as far as there is room; so places in a message follow from sums over counts, and are the same in every run.
 Where more wants room than there is, the largest have it; `turn`, the number of the step, says who of equals has it.
 
-    words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf; 2, 3 how many pairs it wanted to send
+    words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf, or if the block cannot be: `refuse`
+                        2, 3 how many pairs its rank wanted to send
                         then room for `capacity` indices, counted from the start of the region; then for as many values;
                         what may follow is not looked at here
 """
@@ -297,24 +298,39 @@ def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor
     return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
 
 
+def refuse(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+    """Mark each block that cannot be, so that the step is refused: by its count, its indices, or what was wanted.
+
+    Block i is of region i between the cuts; all are of the only one if these are two.
+    """
+    count, told, length = blocks[:, :1], blocks[:, 2:HEADER_WORDS].long(), cuts.diff()[:, None]
+    index = blocks[:, HEADER_WORDS : HEADER_WORDS + capacity]
+    there = torch.arange(capacity, device=blocks.device) < count
+    outside = (there & ((index < 0) | (index >= length))).any(1, keepdim=True)
+    wanted = told[:, :1] + (told[:, 1:] << 31)
+    head = (count < 0) | (count > capacity) | (told < 0).any(1, keepdim=True) | (wanted > length * len(blocks))
+    blocks[:, 1:2] = torch.where(head | outside, 1, blocks[:, 1:2])
+
+
 def add(block: Tensor, capacity: int, region: Tensor) -> None:
-    """Add a block's pairs to the region, which is NOTHING where there is no pair."""
-    there, index = _pairs(block, capacity)
+    """Add a block's pairs to the region, which is NOTHING where there is no pair; but none that lies outside it."""
+    there, index = _pairs(block, capacity, len(region))
     value = block[HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].view(torch.float32)
     _scatter_(region, torch.where(there, index, len(region)), region[index] + value)
 
 
 def claim(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
     """Write what the region has for each of a block's pairs into `value`, and NOTHING there: it is had once."""
-    there, index = _pairs(block, capacity)
+    there, index = _pairs(block, capacity, len(region))
     value.copy_(torch.where(there, region[index], NOTHING))
     _scatter_(region, torch.where(there, index, len(region)), torch.full_like(value, NOTHING))
 
 
-def _pairs(block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return which slots have a pair, and its index in the region."""
-    there = torch.arange(capacity, device=block.device) < block[0]
-    return there, torch.where(there, block[HEADER_WORDS : HEADER_WORDS + capacity].long(), 0)
+def _pairs(block: Tensor, capacity: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return which slots have a pair, and its index in the region, which is so long; 0 where there is none."""
+    index = block[HEADER_WORDS : HEADER_WORDS + capacity].long()
+    there = (torch.arange(capacity, device=block.device) < block[0]) & (index >= 0) & (index < length)
+    return there, torch.where(there, index, 0)
 
 
 def _scatter_(target: Tensor, slot: Tensor, source: Tensor) -> None:
@@ -336,8 +352,8 @@ def deliver(
     size = len(gathered)
     bad = (gathered[:, 1] != 0).any()
     slots = torch.arange(capacity, device=out.device)
-    there = (slots < gathered[:, :1]) & ~bad
     index = gathered[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None]
+    there = (slots < gathered[:, :1]) & (index >= cuts[:-1, None]) & (index < cuts[1:, None]) & ~bad
     value = gathered[:, HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].contiguous().view(torch.float32)
     mine = torch.where(
         slots < sent[:, :1], sent[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None], -1

@@ -152,16 +152,25 @@ def send(found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int
         )  # fmt: skip
 
 
+def refuse(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+    """Mark each block that cannot be, so that the step is refused: by its count, its indices, or what was wanted."""
+    size, words = blocks.shape
+    grid = (max(triton.cdiv(capacity, CHUNK), 1), size)
+    _refuse(grid, blocks, cuts, words, capacity, size, len(cuts) == 2, HEADER_WORDS, CHUNK)
+
+
 def add(block: Tensor, capacity: int, region: Tensor) -> None:
-    """Add a block's pairs to the region."""
+    """Add a block's pairs to the region, but none that lies outside it."""
     if capacity:
-        _add((triton.cdiv(capacity, CHUNK),), block, region, region, capacity, False, HEADER_WORDS, CHUNK)
+        grid, numel = (triton.cdiv(capacity, CHUNK),), region.numel()
+        _add(grid, block, region, region, capacity, numel, False, HEADER_WORDS, CHUNK)
 
 
 def claim(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
     """Write what the region has for each of a block's pairs into `value`, and NOTHING there: it is had once."""
     if capacity:
-        _add((triton.cdiv(capacity, CHUNK),), block, region, value, capacity, True, HEADER_WORDS, CHUNK)
+        grid, numel = (triton.cdiv(capacity, CHUNK),), region.numel()
+        _add(grid, block, region, value, capacity, numel, True, HEADER_WORDS, CHUNK)
 
 
 def deliver(
@@ -184,7 +193,10 @@ def settle(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) 
 
 @triton.jit
 def _row_of(starts, low, high, place, HALVINGS: tl.constexpr):
-    """The row of each place: the last one that begins there or before, between two that are given."""
+    """The row of each place: the last one that begins there or before, between two that are given.
+
+    low <= middle <= high at every halving, so that `starts` is read between these two alone: `Rows.make` made them.
+    """
     low += tl.zeros_like(place)
     high += tl.zeros_like(place)
     for _ in tl.static_range(HALVINGS):
@@ -240,6 +252,7 @@ def _count(
 
 @triton.jit
 def _histogram(counts, digit, there, BINS: tl.constexpr):
+    """Count digits below BINS: they are cut to its bits, of which the first have no sign, whatever the score is."""
     made = tl.histogram(digit, BINS, mask=there)
     tl.atomic_add(counts + tl.arange(0, BINS), made, made != 0, sem="relaxed")
 
@@ -316,7 +329,7 @@ def _find(
             x = x + tl.load(grad + start + local, inside, other=0.0).to(tl.float32)
             tl.store(acc + start + local, x, inside)
     size = tl.abs(x)
-    hit = (size >= limit) & (size > 0)
+    hit = (size >= limit) & (size > 0)  # of a NaN neither
     hits = hit.to(tl.int32)
     found = tl.sum(hits, 0)
     slot = tl.cumsum(hits, 0) - 1
@@ -335,6 +348,7 @@ def _find(
         begin, wrapped = _in_turn(tl.load(turn), tl.sum(ties, 0), free)
         hit = (bits > least) | (equal & _has_turn(tl.cumsum(ties, 0) - 1, begin, wrapped, free))
         slot = tl.cumsum(hit.to(tl.int32), 0) - 1
+    # 0 <= slot < ROOM where `hit`: it counts hits, of which there are at most ROOM, or ROOM were chosen.
     slots = tile.to(tl.int64) * ROOM + slot
     tl.store(place + slots, local, hit)
     tl.store(value + slots, x, hit)
@@ -583,11 +597,34 @@ def _send_largest(
         done += SLOTS
 
 
-@_kernel("capacity")
-def _add(block, region, value, capacity, CLAIMS: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
+@_kernel("words", "capacity")
+def _refuse(
+    blocks, cuts, words, capacity,
+    SIZE: tl.constexpr, SHARED: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Look at a few slots of a block, and at its head; word 1, which is written, is read by nobody here."""
+    block = blocks + tl.program_id(1).to(tl.int64) * words
+    region = cuts
+    if not SHARED:
+        region = cuts + tl.program_id(1)
+    length = tl.load(region + 1) - tl.load(region)
+    count, low, high = tl.load(block), tl.load(block + 2), tl.load(block + 3)
+    wanted = low.to(tl.int64) + (high.to(tl.int64) << 31)
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    there = slot < tl.load(block)
+    there = (slot < count) & (slot < capacity)
     at = tl.load(block + HEADER + slot, there, other=0)
+    outside = tl.max((there & ((at < 0) | (at >= length))).to(tl.int32), 0)
+    head = (count < 0) | (count > capacity) | (low < 0) | (high < 0) | (wanted > length * SIZE)
+    if head | (outside != 0):
+        tl.store(block + 1, 1)
+
+
+@_kernel("capacity", "numel")
+def _add(block, region, value, capacity, numel, CLAIMS: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
+    slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    there = (slot < tl.load(block)) & (slot < capacity)  # what a block says of itself may be anything
+    at = tl.load(block + HEADER + slot, there, other=0)
+    there = there & (at >= 0) & (at < numel)
     total = tl.load(region + at, there, other=0.0)
     if CLAIMS:
         tl.store(value + slot, tl.where(there, total, -0.0), slot < capacity)
@@ -620,12 +657,13 @@ def _deliver(
     owner = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     block, own = gathered + owner * words, sent + owner * words
-    there = slot < tl.load(block)
+    there = (slot < tl.load(block)) & (slot < capacity)  # what a block says of itself may be anything
     at = tl.load(block + HEADER + slot, there, other=0)
+    there = there & (at >= 0) & (at < tl.load(cuts + owner + 1) - tl.load(cuts + owner))
     pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
     taken = there
     if SIZE > 1:  # was it this rank's, too? What it sent is sorted
-        count = tl.load(own)
+        count = tl.load(own)  # at most `capacity`: this rank's `_plan` wrote it, and no other's
         low = tl.zeros((CHUNK,), tl.int32)
         high = tl.zeros((CHUNK,), tl.int32) + count
         for _ in range(HALVINGS):
