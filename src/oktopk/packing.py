@@ -7,6 +7,8 @@ known before its indices are, and everything fits.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -18,6 +20,7 @@ WIDTHS = (8, 12, 16)
 WORD_BITS = 32
 
 
+@lru_cache(maxsize=1024)  # asked for several times a block, of few capacities
 def best_width(numel: int, capacity: int) -> int:
     """Return the width that needs the fewest words for `capacity` indices below `numel`: one of WIDTHS, or PLAIN."""
     return min((PLAIN, *WIDTHS), key=lambda width: packed_words(numel, capacity, width))

@@ -101,12 +101,12 @@ class Codec:
         `sums`, which may have overflowed.
         """
         try:
-            return self._decode(block, dtype, capacity, between or (0, self.numel), sums)
+            return self._decode(block, dtype, capacity, between, sums)
         except MalformedError as error:
             raise error if source is None else MalformedError(str(error), source) from None
 
     def _decode(
-        self, block: Tensor, dtype: torch.dtype, capacity: int | None, between: tuple[int, int], sums: bool
+        self, block: Tensor, dtype: torch.dtype, capacity: int | None, between: tuple[int, int] | None, sums: bool
     ) -> tuple[Sparse, int]:
         count, slots, note = self._header(block, capacity)
         capacity = count if capacity is None else capacity
@@ -123,7 +123,7 @@ class Codec:
         if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
             raise MalformedError(f"a value is NaN{'' if sums else ' or infinite'}")
         part = Sparse(index, value, self.numel)
-        if count and not between[0] <= int(index[0]) <= int(index[-1]) < between[1]:
+        if count and between is not None and not between[0] <= int(index[0]) <= int(index[-1]) < between[1]:
             raise MalformedError(f"indices {int(index[0])}..{int(index[-1])} leave {between[0]}..{between[1] - 1}")
         return part, note
 
