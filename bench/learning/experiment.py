@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -128,6 +130,9 @@ class Training:
         self.workload = _workload(task.recipe, task.corpus, task.workers, self.device)
         self.learner = Learner(self.workload, task.workers, self.device)
         self.record, self.first = Record(), 0
+        # What the first pass makes and keeps for all, cuDNN's own among it, is made on one worker's stream; the others
+        # would not wait for it: gradients of 1e8 in the first step of every training on a GPU, and NaN.
+        self._one_by_one = threading.Lock()
         self._losses, self._sent = [0.0] * task.workers, [0] * task.workers
         self._emulated = (
             Emulated(task.setting, self.learner.layout, task.workers, self.device) if task.setting.emulated else None
@@ -159,7 +164,8 @@ class Training:
         )
         for step in range(self.first, self.task.steps):
             start = time.perf_counter()
-            self._losses[rank] = learner.fill_gradient(rank, step)
+            with self._one_by_one if step == self.first else nullcontext():
+                self._losses[rank] = learner.fill_gradient(rank, step)
             computed = time.perf_counter()
             _meet(comm)
             if not all(map(math.isfinite, self._losses)):

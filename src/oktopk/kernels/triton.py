@@ -34,7 +34,7 @@ CHUNK = 1024
 SLOTS = 16
 """Of each tile that are packed at a time."""
 
-PLANNED = 5
+PLANNED = 6
 """Numbers that are planned for each region, see `_plan`."""
 
 PROGRAMS = 1024
@@ -506,6 +506,7 @@ def _plan(
         tl.store(plan + 2 * SIZE + region, least.to(tl.int64))
         tl.store(plan + 3 * SIZE + region, begin)
         tl.store(plan + 4 * SIZE + region, wrapped)
+        tl.store(plan + 5 * SIZE + region, capacity - larger)
 
 
 @_kernel("words", "capacity", "tiles", "num_groups", "last")
@@ -562,6 +563,7 @@ def _send_largest(
     """Copy those pairs of a group of tiles that have room in a region which was asked for more, see `_plan`."""
     least = tl.load(plan + 2 * SIZE + region).to(tl.int32)
     begin, wrapped = tl.load(plan + 3 * SIZE + region), tl.load(plan + 4 * SIZE + region)
+    free = tl.load(plan + 5 * SIZE + region)
     before = plan + PLANNED * SIZE + num_groups + region.to(tl.int64) * 2 * num_groups
     most = tl.max(held, 0)
     larger, equal = tl.zeros_like(held).to(tl.int64), tl.zeros_like(held).to(tl.int64)
@@ -586,9 +588,9 @@ def _send_largest(
         above, ties = (bits > least).to(tl.int32), (bits == least).to(tl.int32)
         larger_rank = larger[:, None] + tl.cumsum(above, 1) - above
         rank = equal[:, None] + tl.cumsum(ties, 1) - ties
-        # begin >= wrapped: of the equal ones before this one, those have room that are before `wrapped` or from `begin`
-        slot = larger_rank + tl.minimum(rank, wrapped) + tl.maximum(rank - begin, 0)
-        fits = (above != 0) | ((ties != 0) & ((rank < wrapped) | (rank >= begin)))
+        # before this one lie its larger ones, and those equal ones that have room: below `wrapped`, and from `begin` on
+        slot = larger_rank + tl.minimum(rank, wrapped) + tl.minimum(tl.maximum(rank - begin, 0), free - wrapped)
+        fits = (above != 0) | ((ties != 0) & _has_turn(rank, begin, wrapped, free))
         fits = fits & (slot < capacity)
         tl.store(block + slot, (index - low_cut).to(tl.int32), fits)
         tl.store(block + capacity + slot, x.to(tl.int32, bitcast=True), fits)
@@ -627,8 +629,10 @@ def _add(block, region, value, capacity, numel, CLAIMS: tl.constexpr, HEADER: tl
     there = there & (at >= 0) & (at < numel)
     total = tl.load(region + at, there, other=0.0)
     if CLAIMS:
-        tl.store(value + slot, tl.where(there, total, -0.0), slot < capacity)
-        tl.store(region + at, tl.full((CHUNK,), -0.0, tl.float32), there)
+        # -0.0, by its bits: a literal loses its sign
+        nothing = tl.full((CHUNK,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
+        tl.store(value + slot, tl.where(there, total, nothing), slot < capacity)
+        tl.store(region + at, nothing, there)
     else:
         pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
         tl.store(region + at, total + pair, there)
