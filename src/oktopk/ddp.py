@@ -37,7 +37,7 @@ from oktopk.mixed_precision import gradient_dtype
 from oktopk.plan import Momentum
 from oktopk.settings import Exclusion, Settings, checked_rules
 from oktopk.streams import now_on, wait_on
-from oktopk.telemetry import Sink, Sinks, StepRecord, Summary
+from oktopk.telemetry import SINK_PATIENCE_S, Sink, Sinks, StepRecord, Summary
 from oktopk.worker import Worker
 
 VERSION = 2
@@ -128,7 +128,6 @@ class Attached:
         self._devices: list[int | str | torch.device] | None = list(devices) or None
         self._looks_for_scaler = not settings.scaled
         self._done: Future[Exception | None] = Future()  # of the step that is being made
-        own_group, recorder = group is None, Sinks(sinks)
         self.group = _checked_group(group, ddp_model) if group is not None else _new_group(ddp_model, timeout)
         self._worker = Worker("oktopk exchange")
         self._exchange = Exchange(
@@ -136,12 +135,12 @@ class Attached:
             plan_lanes(list(parameters.items()), int(ddp_model.bucket_bytes_cap), gradient_dtype(ddp_model)),
             Metered(ProcessGroupComm(self.group)),
             settings,
-            recorder,
+            Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2)),  # so that the other ranks do not give up before
             scaler,
             may_be_unused=bool(ddp_model.find_unused_parameters or ddp_model.static_graph),
         )
         self._finalizer = weakref.finalize(
-            self, _shut_down, os.getpid(), self._worker, self._exchange, self.group, own_group, timeout
+            self, _shut_down, os.getpid(), self._worker, self._exchange, self.group, group is None, timeout
         )
         try:
             self._exchange.agree()

@@ -55,7 +55,7 @@ def drop_both(steps: int) -> dict[str, Any]:
 @pytest.mark.parametrize("steps", [0, 3])
 def test_garbage_collection_of_model_and_handle_joins_the_worker(worlds: Worlds, steps: int) -> None:
     for seen in worlds.run(2, drop_both, steps):
-        assert seen["during"] == (1, 1)
+        assert seen["during"] == (2, 1), "the exchange's thread and the sinks', and a group"
         assert seen["gone"]
         assert seen["after"] == (0, 0)
         assert seen["closed"]
@@ -81,7 +81,7 @@ def drop_the_handle() -> tuple[list[bool], int]:
 def test_a_handle_that_nobody_keeps_still_works(worlds: Worlds) -> None:
     for zeros, joined in worlds.run(2, drop_the_handle):
         assert all(zeros), "these gradients were to be sparse"
-        assert joined == 1
+        assert joined == 2, "the exchange's thread and the sinks'"
 
 
 def drop_the_model() -> tuple[bool, bool, int]:

@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import math
+import threading
+import time
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -246,6 +248,67 @@ def test_a_sink_that_fails_is_reported_once_and_dropped(worlds: Worlds) -> None:
         assert len([line for line in lines if "Broken" in line and "disk full" in line]) == 1
         assert len([line for line in lines if "Unclosable" in line and "will not close" in line]) == 1
         assert len(lines) == 2
+
+
+class Hangs(MemorySink):
+    """A sink whose server stops to answer, at its third record or when it is closed."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when, self.released = when, threading.Event()
+
+    def write(self, record: StepRecord) -> None:
+        if self.when == "write" and len(self.records) == 2:
+            self.released.wait(40)
+        super().write(record)
+
+    def close(self) -> None:
+        if self.when == "close":
+            self.released.wait(40)
+
+
+def run_with_a_sink_that_hangs(when: str) -> dict[str, Any]:
+    """Train for as long as the sink is waited for, and some more; only rank 1's hangs."""
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logging.getLogger("oktopk").addHandler(handler)
+    hangs, memory, step = Hangs(when if dist.get_rank() == 1 else "never"), MemorySink(), 0
+    run, start = Run(sinks=[hangs, memory], timeout=4.0), time.monotonic()
+    over = False
+    while not over:
+        run.step(step)
+        step += 1
+        over = _any_rank(step >= STEPS and (when == "close" or time.monotonic() > start + 5))
+        time.sleep(0.02)
+    active, before = run.attached.active, time.monotonic()
+    run.attached.detach()
+    seconds = time.monotonic() - before
+    hangs.released.set()
+    logging.getLogger("oktopk").removeHandler(handler)
+    return {
+        "active": active,
+        "steps": step,
+        "records": [record.step for record in memory.records],
+        "detach": seconds,
+        "lines": lines.getvalue().splitlines(),
+        "threads": [thread.name for thread in threading.enumerate() if thread.name == "oktopk exchange"],
+    }
+
+
+def _any_rank(holds: bool) -> bool:
+    votes = torch.tensor([float(holds)])
+    dist.all_reduce(votes)
+    return bool(votes)
+
+
+@pytest.mark.parametrize("when", ["write", "close"])
+def test_a_sink_that_hangs_is_dropped_and_training_goes_on(worlds: Worlds, when: str) -> None:
+    for rank, seen in enumerate(worlds.run(2, run_with_a_sink_that_hangs, when)):
+        assert seen["active"]
+        assert seen["records"] == list(range(seen["steps"]))
+        assert seen["detach"] < 15
+        assert len([line for line in seen["lines"] if "Hangs hangs" in line]) == rank
+        assert seen["threads"] == []
 
 
 def status_lines() -> list[str]:
