@@ -29,7 +29,7 @@ from oktopk.algorithms import Algorithm, make_algorithm
 from oktopk.comm import Metered, ProcessGroupComm
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
 from oktopk.exchange import Bucket, Exchange
-from oktopk.hook import check_model, hook_of, register
+from oktopk.hook import check_alone_in_backward, check_model, hook_of, register
 from oktopk.kernels import kernels_for
 from oktopk.lanes import plan_lanes
 from oktopk.loss_scale import scaler_of_this_backward, watch_scalers
@@ -125,10 +125,14 @@ class Attached:
         devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
         if len(devices) > 1:
             raise SettingError(f"attach wants a model whose parameters are on one GPU; these are on {len(devices)}")
+        if group is not None:
+            _check_ranks(group, ddp_model)
+        if devices:
+            check_alone_in_backward(str(dist.get_backend_config(group)), ddp_model.module)
         self._devices: list[int | str | torch.device] | None = list(devices) or None
         self._looks_for_scaler = not settings.scaled
         self._done: Future[Exception | None] = Future()  # of the step that is being made
-        self.group = _checked_group(group, ddp_model) if group is not None else _new_group(ddp_model, timeout)
+        self.group = group or _new_group(ddp_model, timeout)
         self._worker = Worker("oktopk exchange")
         self._exchange = Exchange(
             parameters,
@@ -359,8 +363,8 @@ def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     return bucket.buffer
 
 
-def _checked_group(group: dist.ProcessGroup, model: DistributedDataParallel) -> dist.ProcessGroup:
-    """Return the group if it has the model's ranks: the mean over others would be another mean, and nobody told."""
+def _check_ranks(group: dist.ProcessGroup, model: DistributedDataParallel) -> None:
+    """Refuse a group of other ranks than the model's: the mean over those would be another mean, and nobody told."""
     wanted = sorted(dist.get_process_group_ranks(model.process_group))
     # On ranks that are not in it, new_group returns a mere number.
     came = sorted(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else None
@@ -370,7 +374,6 @@ def _checked_group(group: dist.ProcessGroup, model: DistributedDataParallel) -> 
             f"group= wants a process group of ranks {wanted}, on which the model trains; this one {has}. Make it with "
             f"dist.new_group({wanted}) on every rank of the world"
         )
-    return group
 
 
 def _new_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGroup:

@@ -89,6 +89,33 @@ def _is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and any(isinstance(module, sharded) for module in model.modules())
 
 
+def check_alone_in_backward(backends: str, module: nn.Module) -> None:
+    """Refuse a module on a GPU that communicates inside backward(), if the exchange does so through NCCL.
+
+    `backends` is as torch has it: "cpu:gloo,cuda:nccl". gloo tells the messages of two groups apart, whatever comes
+    first; of NCCL's groups all ranks have to make the calls in one order, and two threads make them in any.
+    """
+    if "cuda:nccl" not in backends.split(","):
+        return
+    for name, each in module.named_modules():
+        if isinstance(each, nn.SyncBatchNorm):
+            what, instead = f"{name!r} is a SyncBatchNorm", "use BatchNorm"
+        elif any(_is_tensor_parallel(parameter) for parameter in each.parameters(recurse=False)):
+            what, instead = f"{name!r} is tensor parallel (DTensor)", "train it without oktopk"
+        else:
+            continue
+        raise SettingError(
+            f"{what} and communicates inside backward(), beside the exchange: through NCCL the two may wait for each "
+            f"other for ever. Either {instead}, or let the exchange use gloo: "
+            'group=dist.new_group(ranks, backend="gloo")'
+        )
+
+
+def _is_tensor_parallel(parameter: Tensor) -> bool:
+    """Whether it is a DTensor, or was one before DDP(device_mesh=...) put its local part in its place."""
+    return hasattr(parameter, "_st_info") or type(parameter).__name__ == "DTensor"
+
+
 def register(model: DistributedDataParallel, target: Target) -> None:
     """Make `target` the one who takes this model's buckets."""
     hook = hook_of(model)

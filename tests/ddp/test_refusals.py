@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from oktopk import SettingError
+from oktopk.hook import check_alone_in_backward
 from tests.ddp.harness import Raised, Worlds, attach, error_of
 
 
@@ -76,3 +81,29 @@ def attach_to_a_copy() -> tuple[bool, bool, bool]:
 
 def test_a_copy_of_an_attached_model_is_attached_to_nothing_and_can_be(worlds: Worlds) -> None:
     assert worlds.run(1, attach_to_a_copy) == [(True, True, True)]
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_batch_norm_that_communicates_in_backward_is_refused_beside_nccl(backends: str) -> None:
+    """As it would be on GPUs: no CPU runs a SyncBatchNorm, and the check asks for names alone."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8))
+    with pytest.raises(SettingError, match=r"'1' is a SyncBatchNorm.*backend=\"gloo\""):
+        check_alone_in_backward(backends, net)
+    check_alone_in_backward("cpu:gloo,cuda:gloo", net)
+    check_alone_in_backward(backends, nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+
+
+def tensor_parallel() -> tuple[Raised | None, Raised | None]:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    net = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    before = error_of(lambda: check_alone_in_backward("cuda:nccl", net))
+    model = DDP(net, device_mesh=mesh["data"])
+    return before, error_of(lambda: check_alone_in_backward("cuda:nccl", model.module))
+
+
+def test_a_tensor_parallel_module_is_refused_beside_nccl(worlds: Worlds) -> None:
+    ((before, after),) = worlds.run(1, tensor_parallel)
+    for raised in (before, after):
+        assert raised is not None
+        assert raised.kind == "SettingError"
+        assert "'0' is tensor parallel" in raised.message
