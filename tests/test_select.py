@@ -171,12 +171,12 @@ def test_the_gaussian_threshold_where_there_is_no_spread(acc: Tensor) -> None:
 # ---- ranking
 
 
-def test_a_scaled_ranking_divides_by_the_root_of_the_rms_of_the_gradient() -> None:
+def test_a_scaled_ranking_divides_by_the_rms_of_the_gradient() -> None:
     grad, held = torch.tensor([4.0] * 4 + [-0.25] * 6), torch.arange(10.0)
     ranking = Ranking.by_segment(10, [4, 6])
     ranking.rescale_(ranking.mean_squares(held + grad, held))
     whole = math.sqrt((4 * 16 + 6 / 16) / 10)
-    torch.testing.assert_close(ranking.scale, torch.tensor([4 / whole, 0.25 / whole], dtype=torch.float64).sqrt())
+    torch.testing.assert_close(ranking.scale, torch.tensor([4 / whole, 0.25 / whole], dtype=torch.float64))
 
 
 def test_a_residual_that_waits_does_not_change_the_scales() -> None:
@@ -205,12 +205,12 @@ def test_no_score_is_nan_or_infinite(exponents: list[int], dtype: torch.dtype) -
 
 
 def test_a_scaled_ranking_lets_a_quiet_segment_speak() -> None:
-    """By magnitude the loud layer takes nearly every place; scaled, the quiet one has some of them."""
-    acc = torch.cat([_heavy(1000, 0) * 3, _heavy(1000, 1)])
+    """By magnitude the loud layer takes every place; scaled, each sends the same part."""
+    acc = torch.cat([_heavy(1000, 0) * 1000, _heavy(1000, 1)])
     by_magnitude, scaled = Ranking.by_magnitude(2000), _scaled(acc, (1000, 1000))
     loud = [int((at_least(acc, exact_threshold(acc, 100, r), r) < 1000).sum()) for r in (by_magnitude, scaled)]
-    assert loud[0] > 90
-    assert 50 <= loud[1] < loud[0] - 5
+    assert loud[0] == 100
+    assert 30 <= loud[1] <= 70
 
 
 def test_a_silent_segment_has_scale_one_until_it_wakes() -> None:

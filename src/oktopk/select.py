@@ -35,8 +35,8 @@ SKETCH = 32
 BAND = (0.8, 1.25)
 """A threshold is good while the count it gives is within this band around k."""
 
-IN_TURN = 16
-"""One in so many of the pairs that an owner keeps is kept because it is its turn."""
+TURN_EVERY = 16
+"""Steps from one in which owners keep some because it is their turn to the next."""
 
 ROUNDING = 1 - 2.0**-21
 """Lowers a threshold by what |acc| / scale may lose when it is multiplied back, lest the k-th element miss it."""
@@ -132,13 +132,14 @@ def largest(score: Tensor, limit: int, turn: int) -> Tensor:
 
 
 def turns_first_(score: Tensor, share: int, step: int) -> Tensor:
-    """Make the scores of those whose turn it is the largest: one in `IN_TURN` of an owner's share.
+    """In every `TURN_EVERY`-th step, make the scores of those whose turn it is the largest: half of an owner's share.
 
     Whatever a rank sends again and again is then delivered after a bounded number of steps, although other sums are
     larger: where ranks disagree, a sum is small, or zero, and what makes it would hold its slots for ever.
     """
-    limit, turn = (share // IN_TURN, step) if share >= IN_TURN else (int(step % IN_TURN == 0), step // IN_TURN)
-    score[in_turn(torch.arange(len(score), device=score.device), limit, turn)] = torch.finfo(score.dtype).max
+    if step % TURN_EVERY == TURN_EVERY - 1:
+        places = torch.arange(len(score), device=score.device)
+        score[in_turn(places, max(share // 2, 1), step // TURN_EVERY)] = torch.finfo(score.dtype).max
     return score
 
 

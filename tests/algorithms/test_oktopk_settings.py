@@ -51,7 +51,7 @@ def states(comm: Any, case: Case) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("mode", ["bounded", "paper"])
 def test_scales_and_regions_have_their_own_periods(mode: str) -> None:
-    algorithm = OkTopk(density=0.05, mode=mode, rescale_every=2, repartition_every=3)
+    algorithm = OkTopk(density=0.05, mode=mode, ranking="scaled", rescale_every=2, repartition_every=3)
     case = Case(algorithm, size=2, numel=2000, kind="heavy tails", steps=8)
     for seen in on_threads(2, states, case):
         new_scales = [0, *(i for i in range(1, 8) if not seen[i][0].equal(seen[i - 1][0]))]
@@ -62,6 +62,12 @@ def test_scales_and_regions_have_their_own_periods(mode: str) -> None:
 
 
 def test_in_paper_mode_all_ranks_have_the_same_scales() -> None:
-    case = Case(OkTopk(density=0.05, mode="paper", rescale_every=2), size=3, numel=2000, kind="heavy tails", steps=5)
+    case = Case(
+        OkTopk(density=0.05, mode="paper", ranking="scaled", rescale_every=2),
+        size=3,
+        numel=2000,
+        kind="heavy tails",
+        steps=5,
+    )
     first, *others = on_threads(3, states, case)
     assert all(mine[0].equal(theirs[0]) for other in others for mine, theirs in zip(first, other, strict=True))

@@ -5,8 +5,9 @@ waits.
 
     1  select     threshold from a sample of acc, or of what was seen of it; what reaches it, at most slack k pairs
     2  exchange   all_to_all: at most c = ceil(slack k/P) pairs to each owner
-    3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c; a
-                  sixteenth of its share goes in turn, so that sums which are small, or zero, do not wait for ever
+    3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c;
+                  in every sixteenth step half of it goes in turn, so that sums which are small, or zero, are
+                  delivered, too
     4  gather     all_gather: at most c pairs from each owner
 
 Demand is how many pairs the ranks wanted to send to a region; each wants about k, so all demands are about P k.

@@ -36,8 +36,8 @@ class OkTopk:
 
     density             the part of the elements that a step delivers, in (0, 1]
     mode                "bounded": messages of fixed capacity, two collectives a step; "paper": the paper's six steps
-    ranking             "magnitude": by |acc|; "scaled": by |acc| over the root of the gradient's rms in its segment (a
-                        row of a matrix), so that quiet rows wait less
+    ranking             "magnitude": by |acc|; "scaled": by |acc| over a running rms of the gradient in its segment (a
+                        row of a matrix), so that quiet rows wait no longer than loud ones
     wire                "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes and
                         less; "auto": int8, but fp32 where everything travels, so that density 1 equals dense, and
                         where steps stay on a GPU, which does not pack (docs/gpu.md)

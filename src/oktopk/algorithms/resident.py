@@ -37,7 +37,7 @@ from oktopk.kernels import blocks
 from oktopk.kernels.blocks import HEADER_WORDS, LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.kernels.graphs import Graphs
 from oktopk.partition import even_cuts
-from oktopk.select import IN_TURN, SAMPLE_HITS, num_selected
+from oktopk.select import SAMPLE_HITS, TURN_EVERY, num_selected
 from oktopk.streams import record_on
 from oktopk.values import round_to
 
@@ -302,12 +302,10 @@ class Resident:
 
     def _let_turns_be_first_(self, score: Tensor, total: Tensor, share: Tensor) -> None:
         """Make the scores of those whose turn it is the largest, as `select.turns_first_` does."""
-        few = share < IN_TURN
-        limit = torch.where(few, self.turn % IN_TURN == 0, share // IN_TURN)
-        turn = torch.where(few, self.turn // IN_TURN, self.turn)
+        limit = torch.where(self.turn % TURN_EVERY == TURN_EVERY - 1, (share // 2).clamp(min=1), 0)
         there = ~_is_nothing(total)
         count = there.sum()
-        rank = (there.cumsum(0) - 1 - turn * limit) % count.clamp(min=1)
+        rank = (there.cumsum(0) - 1 - self.turn // TURN_EVERY * limit) % count.clamp(min=1)
         score.copy_(torch.where(there & (rank < limit), LARGEST, score))
 
     def _rebalance_(self, gathered: Tensor) -> None:

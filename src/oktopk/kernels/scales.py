@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-POWER = 0.5
-"""Exponent of a segment's rms in its scale: the pending mass of a stationary gradient is least at 1/2."""
-
 MEMORY = 0.9
 """Part of a running mean that one more measurement leaves."""
 
@@ -22,10 +19,10 @@ def running(squares: Tensor, measured: Tensor) -> Tensor:
 
 
 def scales_of(squares: Tensor, lengths: Tensor) -> Tensor:
-    """Return each segment's rms over the whole vector's, to the power of POWER; 1 for a segment without a gradient.
+    """Return each segment's rms over the whole vector's; 1 for a segment without a gradient.
 
     It lies between 1 / MOST and MOST: whatever the gradient, no score is infinite, or NaN.
     """
     whole = (squares * (lengths / lengths.sum().clamp(min=1)).to(squares.dtype)).sum()
     ratio = squares / whole.clamp(min=torch.finfo(squares.dtype).tiny)
-    return torch.where((squares > 0) & (whole > 0), ratio, 1.0).pow(POWER / 2).clamp(1 / MOST, MOST)
+    return torch.where((squares > 0) & (whole > 0), ratio, 1.0).sqrt().clamp(1 / MOST, MOST)
