@@ -93,7 +93,15 @@ def check_plateau(case: Stationary, steps: int = STEPS) -> None:
 BASE = (64, 512, 9, 9, 9, 1, 1)
 
 
-@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.fixture(params=["host", "device"])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which step is tried; the device's with the plain kernels, and replayed as a CUDA graph would be."""
+    if request.param == "device":
+        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+        monkeypatch.setattr(Graphs, "run", replayed)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(
     ("shape", "size", "options"),
     [
@@ -104,14 +112,9 @@ BASE = (64, 512, 9, 9, 9, 1, 1)
     ],
     ids=str,
 )
-def test_a_row_that_agrees_with_itself_is_delivered(
-    shape: str, size: int, options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if step == "device":
-        if options.get("mode") == "paper":
-            pytest.skip("paper mode has no step on the device")
-        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
-        monkeypatch.setattr(Graphs, "run", replayed)
+def test_a_row_that_agrees_with_itself_is_delivered(shape: str, size: int, options: dict[str, Any], step: str) -> None:
+    if step == "device" and options.get("mode") == "paper":
+        pytest.skip("paper mode has no step on the device")
     check_plateau(Stationary(BASE, shape, size, beside=1000, options=options), steps=600)
 
 
@@ -161,17 +164,11 @@ GIANTS = {
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("step", ["host", "device"])
 @pytest.mark.parametrize("name", GIANTS)
-def test_what_is_larger_goes_first_although_all_others_are_equal(
-    name: str, step: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_larger_goes_first_although_all_others_are_equal(name: str, step: str, size: int) -> None:
     """Ties at the threshold share what room is left; one element that is a million times larger does not wait."""
-    if step == "device":
-        if not name.startswith("bounded"):
-            pytest.skip("only bounded Ok-Topk has a step on the device")
-        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
-        monkeypatch.setattr(Graphs, "run", replayed)
+    if step == "device" and not name.startswith("bounded"):
+        pytest.skip("only bounded Ok-Topk has a step on the device")
     numel = 3000
 
     def run(comm: Any) -> list[bool]:
@@ -186,15 +183,10 @@ def test_what_is_larger_goes_first_although_all_others_are_equal(
         assert all(arrived), arrived
 
 
-@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.mark.usefixtures("step")
 @pytest.mark.parametrize("both", [False, True])
-def test_what_cancels_over_the_ranks_does_not_keep_its_slots(
-    both: bool, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cancels_over_the_ranks_does_not_keep_its_slots(both: bool) -> None:
     """Two ranks disagree on the largest elements, and their sum is zero: it is delivered, and the rest has its turn."""
-    if step == "device":
-        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
-        monkeypatch.setattr(Graphs, "run", replayed)
     numel = 2000
 
     def run(comm: Any) -> tuple[float, float]:
@@ -212,12 +204,9 @@ def test_what_cancels_over_the_ranks_does_not_keep_its_slots(
         assert most <= 90
 
 
-@pytest.mark.parametrize("step", ["host", "device"])
-def test_density_one_after_a_lower_density_delivers_everything(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("step")
+def test_density_one_after_a_lower_density_delivers_everything() -> None:
     """All that is large lies in one tenth, so that the cuts move there; then everything is to travel."""
-    if step == "device":
-        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
-        monkeypatch.setattr(Graphs, "run", replayed)
     numel = 4000
 
     def run(comm: Any) -> float:
