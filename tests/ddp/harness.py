@@ -10,7 +10,10 @@ import copy
 import gc
 import io
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -61,6 +64,18 @@ def forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.ddp.mortal"])
     return context
+
+
+def run_script(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own, which imports what the tests do, and return how it ended."""
+    return subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        check=False,
+    )
 
 
 class Worlds:

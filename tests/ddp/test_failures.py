@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from oktopk import OkTopk, TopkA
+from tests.ddp.harness import run_script
 from tests.ddp.mortal import ERROR, EXCHANGE_S, Breaks, Mortals, Plan, Told
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -188,14 +186,7 @@ if how == "ends in the middle":
     ],
 )
 def test_a_script_that_never_detaches_ends_cleanly(tmp_path: Path, how: str) -> None:
-    script = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), how],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        check=False,
-    )
+    script = run_script(SCRIPT, str(tmp_path / "store"), how)
     assert script.returncode == (3 if how == "ends in the middle" else 0)
     said = [line for line in script.stderr.splitlines() if not line.startswith("oktopk: OkTopk(")]
     assert said == []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ddp.harness import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -91,13 +90,6 @@ print(handle.summary().steps, len(open(store + ".jsonl").readlines()))
     [("exits", 2), ("detaches", 2), ("collects", 2), ("worker ends", 4), ("worker exits", 2)],
 )
 def test_a_forked_child_leaves_threads_and_groups_to_its_parent(tmp_path: Path, how: str, steps: int) -> None:
-    script = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), how],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        check=False,
-    )
+    script = run_script(SCRIPT, str(tmp_path / "store"), how)
     assert script.returncode == 0, script.stderr
     assert script.stdout.split() == [str(steps)] * 2

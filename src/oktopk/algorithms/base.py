@@ -25,7 +25,7 @@ from oktopk.errors import InputError, MismatchError, NonFiniteError, within
 from oktopk.kernels.reference import is_finite
 from oktopk.plain import PASSING
 from oktopk.seen import Seen
-from oktopk.select import Ranking, num_selected
+from oktopk.select import Ranking, largest, num_selected
 from oktopk.sparse import Sparse
 from oktopk.values import check_wire
 
@@ -219,6 +219,13 @@ def observe(algorithm: Algorithm, state: Any, acc: Tensor, held: Tensor) -> None
 def num_wanted(state: State, density: float) -> int:
     """Return k for this state's vector."""
     return num_selected(state.numel, density)
+
+
+def fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
+    """Return as much of the part as there is room for: the largest, and equals in turn."""
+    if part.nnz <= capacity:
+        return part
+    return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
 
 
 def taken_of(sent: Tensor, lost: Tensor | None, delivered: Sparse) -> tuple[Tensor, Tensor | None]:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, taken_of
+from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, fitting, taken_of
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
 from oktopk.partition import even_cuts, rebalanced_cuts
 from oktopk.reduce import merge
 from oktopk.seen import Seen
-from oktopk.select import at_least, kth_largest, largest, sampled_threshold, top_k, turns_first_
+from oktopk.select import at_least, kth_largest, sampled_threshold, top_k, turns_first_
 from oktopk.sparse import Sparse
 from oktopk.wire import Codec
 
@@ -99,7 +99,7 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int) -> Spar
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         state.floor = FALL * state.threshold
         found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
-    return _fitting(found, limit, state)
+    return fitting(found, limit, state)
 
 
 def look_out(state: OkTopkState) -> Seen | None:
@@ -126,20 +126,13 @@ def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tu
     """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
     parts = wanted.between(state.cuts)
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
-    fitting = [_fitting(part, capacity, state) for part in parts]
+    fits = [fitting(part, capacity, state) for part in parts]
     lost = [
-        codec.encode_into_(block, fits, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
-        for block, part, fits in zip(blocks, parts, fitting, strict=True)
+        codec.encode_into_(block, fit, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
+        for block, part, fit in zip(blocks, parts, fits, strict=True)
     ]
     rounding = [each for each in lost if each is not None]
-    return blocks, torch.cat([part.index for part in fitting]), torch.cat(rounding) if rounding else None
-
-
-def _fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
-    """Return as much of the part as a block has room for: the largest, and equals in turn."""
-    if part.nnz <= capacity:
-        return part
-    return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
+    return blocks, torch.cat([fit.index for fit in fits]), torch.cat(rounding) if rounding else None
 
 
 def _sum(

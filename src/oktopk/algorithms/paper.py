@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, taken_of
+from oktopk.algorithms.base import OkTopkState, Reduced, fitting, taken_of
 from oktopk.errors import MalformedError
 from oktopk.partition import balanced_cuts, consensus
 from oktopk.reduce import merge
@@ -30,7 +30,6 @@ from oktopk.select import (
     in_turn,
     kth_largest_by_sketch,
     kth_largest_of_all,
-    largest,
     sampled_threshold,
     turns_first_,
 )
@@ -85,13 +84,11 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, cap: int, rethresho
     """
     if rethreshold:
         state.threshold = exact_threshold(acc, k, state.ranking)
-    found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
-    if not rethreshold and not in_band(found.nnz, k):
+    index = at_least(acc, state.threshold, state.ranking)
+    if not rethreshold and not in_band(len(index), k):
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
-        found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
-    if found.nnz <= cap:
-        return found
-    return found[largest(state.ranking.score(found.value, found.index), cap, state.step)]
+        index = at_least(acc, state.threshold, state.ranking)
+    return fitting(Sparse.pick(acc, index), cap, state)
 
 
 def _split_and_reduce(

@@ -440,6 +440,44 @@ def _least(
     return least
 
 
+@triton.jit
+def _plan_largest(
+    place, value, count, starts, scale, turn, plan, region, low_cut, high_cut, capacity, first_group, end_group,
+    tiles, num_groups, last, SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr,
+    SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Plan who has room in a region that was asked for more, which is seldom: the bits of the least score that has it,
+    which equals have their turn, and for each group how many larger and how many equal ones lie before it.
+    """
+    least = _least(
+        place, value, count, starts, scale, low_cut, high_cut, capacity, first_group, end_group, tiles, last,
+        SCALED, HALVINGS, GROUP, SLOTS, TILE, ROOM, LARGEST,
+    )  # fmt: skip
+    before = plan + PLANNED * SIZE + num_groups + region.to(tl.int64) * 2 * num_groups
+    larger, equal = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    group = first_group
+    while group < end_group:
+        tl.store(before + group, larger)
+        tl.store(before + num_groups + group, equal)
+        tile = group * GROUP + tl.arange(0, GROUP)
+        held = tl.load(count + tile, tile < tiles, other=0)
+        most, done = tl.max(held, 0), 0
+        while done < most:
+            _, _, bits = _slots(
+                place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
+                SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
+            )  # fmt: skip
+            larger += tl.sum(tl.sum((bits > least).to(tl.int32), 1), 0)
+            equal += tl.sum(tl.sum((bits == least).to(tl.int32), 1), 0)
+            done += SLOTS
+        group += 1
+    begin, wrapped = _in_turn(tl.load(turn), equal, capacity - larger)
+    tl.store(plan + 2 * SIZE + region, least.to(tl.int64))
+    tl.store(plan + 3 * SIZE + region, begin)
+    tl.store(plan + 4 * SIZE + region, wrapped)
+    tl.store(plan + 5 * SIZE + region, capacity - larger)
+
+
 @_kernel("words", "capacity", "tiles", "num_groups", "last")
 def _plan(
     place, value, count, groups, starts, scale, cuts, bad, turn, plan, blocks, words, capacity, tiles, num_groups, last,
@@ -449,9 +487,6 @@ def _plan(
 ):  # fmt: skip
     """Plan for each region where it begins among what was found, and write its block's head. One program more plans
     where each group of tiles begins.
-
-    Where more was found than fits, and that is seldom, plan also who has room: the bits of the least score that has
-    it, which equals have their turn, and for each group how many larger and how many equal ones lie before it.
     """
     region = tl.program_id(0)
     if region == SIZE:
@@ -478,35 +513,11 @@ def _plan(
     tl.store(block + 2, (demand & 0x7FFFFFFF).to(tl.int32))
     tl.store(block + 3, (demand >> 31).to(tl.int32))
     if demand > capacity:
-        first_group = (low_tile // GROUP).to(tl.int32)
-        end_group = tl.minimum(high_tile // GROUP + 1, num_groups).to(tl.int32)
-        least = _least(
-            place, value, count, starts, scale, low_cut, high_cut, capacity, first_group, end_group, tiles, last,
-            SCALED, HALVINGS, GROUP, SLOTS, TILE, ROOM, LARGEST,
+        _plan_largest(
+            place, value, count, starts, scale, turn, plan, region, low_cut, high_cut, capacity,
+            (low_tile // GROUP).to(tl.int32), tl.minimum(high_tile // GROUP + 1, num_groups).to(tl.int32),
+            tiles, num_groups, last, SIZE, SCALED, HALVINGS, GROUP, SLOTS, TILE, ROOM, PLANNED, LARGEST,
         )  # fmt: skip
-        before = plan + PLANNED * SIZE + num_groups + region.to(tl.int64) * 2 * num_groups
-        larger, equal = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-        group = first_group
-        while group < end_group:
-            tl.store(before + group, larger)
-            tl.store(before + num_groups + group, equal)
-            tile = group * GROUP + tl.arange(0, GROUP)
-            held = tl.load(count + tile, tile < tiles, other=0)
-            most, done = tl.max(held, 0), 0
-            while done < most:
-                _, _, bits = _slots(
-                    place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
-                    SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
-                )  # fmt: skip
-                larger += tl.sum(tl.sum((bits > least).to(tl.int32), 1), 0)
-                equal += tl.sum(tl.sum((bits == least).to(tl.int32), 1), 0)
-                done += SLOTS
-            group += 1
-        begin, wrapped = _in_turn(tl.load(turn), equal, capacity - larger)
-        tl.store(plan + 2 * SIZE + region, least.to(tl.int64))
-        tl.store(plan + 3 * SIZE + region, begin)
-        tl.store(plan + 4 * SIZE + region, wrapped)
-        tl.store(plan + 5 * SIZE + region, capacity - larger)
 
 
 @_kernel("words", "capacity", "tiles", "num_groups", "last")
@@ -560,7 +571,7 @@ def _send_largest(
     SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
     ROOM: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Copy those pairs of a group of tiles that have room in a region which was asked for more, see `_plan`."""
+    """Copy those pairs of a group of tiles that have room in a region which was asked for more, see `_plan_largest`."""
     least = tl.load(plan + 2 * SIZE + region).to(tl.int32)
     begin, wrapped = tl.load(plan + 3 * SIZE + region), tl.load(plan + 4 * SIZE + region)
     free = tl.load(plan + 5 * SIZE + region)
