@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oktopk import Metered, OkTopk, ProcessGroupComm, Reducer, Traffic, run_local
+from oktopk import MeteredComm, OkTopk, ProcessGroupComm, Reducer, Traffic, run_local
 from oktopk.bench.gradients import POOL, heavy_tailed, make_pool
 from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
 from oktopk.bench.threads import torch_threads
 from oktopk.comm import Comm
-from oktopk.select import num_selected
+from oktopk.selection import num_selected
 
 NUMELS = (1_000_000, 27_569_568)
 RANKS = (2, 4)
@@ -45,7 +45,7 @@ WARM_UP = 3
 PARTS = ("accumulate", "select", "pack")
 PHASES = ("accumulate", "select", "agree", "pack", "exchange", "reduce", "gather", "apply", "other")
 
-Lap = dict[str, Any]
+Sample = dict[str, Any]
 """One contender, one round, one rank: seconds, sent_bytes, phases (seconds by name)."""
 
 
@@ -127,7 +127,7 @@ def time_steps(numel: int, size: int, density: float, rounds: int) -> dict[str, 
     }
 
 
-def _step_summary(ranks: list[list[Lap]]) -> dict[str, Any]:
+def _step_summary(ranks: list[list[Sample]]) -> dict[str, Any]:
     """Return one contender's figures, given its laps by rank: each lap is its slowest rank's."""
     slowest = [max(laps, key=lambda lap: lap["seconds"]) for laps in zip(*ranks, strict=True)]
     counted = slowest[WARM_UP:]
@@ -143,12 +143,12 @@ def _step_summary(ranks: list[list[Lap]]) -> dict[str, Any]:
     }
 
 
-def _time_rank(numel: int, density: float, rounds: int) -> dict[str, list[Lap]]:
+def _time_rank(numel: int, density: float, rounds: int) -> dict[str, list[Sample]]:
     return _laps(_contenders(numel, density), make_pool(numel), WARM_UP + rounds)
 
 
-def _laps(contenders: dict[str, Contender], pool: list[Tensor], rounds: int) -> dict[str, list[Lap]]:
-    laps: dict[str, list[Lap]] = {name: [] for name in contenders}
+def _laps(contenders: dict[str, Contender], pool: list[Tensor], rounds: int) -> dict[str, list[Sample]]:
+    laps: dict[str, list[Sample]] = {name: [] for name in contenders}
     for turn in range(rounds):
         for name, contender in contenders.items():
             grad = pool[turn % len(pool)]
@@ -168,7 +168,7 @@ class Contender(Protocol):
     def run(self, grad: Tensor) -> None:
         """Do what is."""
 
-    def account(self) -> Lap:
+    def account(self) -> Sample:
         """Return the bytes and the phases of the latest run."""
 
 
@@ -184,7 +184,7 @@ class Step:
     def run(self, grad: Tensor) -> None:
         self.reducer.all_reduce(grad, out=self.out)
 
-    def account(self) -> Lap:
+    def account(self) -> Sample:
         assert self.reducer.last is not None
         return {"sent_bytes": self.reducer.last.sent_bytes, "phases": dict(self.reducer.last.seconds)}
 
@@ -193,7 +193,7 @@ class DenseSum:
     """`dist.all_reduce`, in place, as DDP would do it."""
 
     def __init__(self, numel: int) -> None:
-        self.comm, self.buffer = Metered(ProcessGroupComm()), torch.zeros(numel)
+        self.comm, self.buffer = MeteredComm(ProcessGroupComm()), torch.zeros(numel)
 
     def prepare(self, grad: Tensor) -> None:
         self.buffer.copy_(grad)
@@ -201,8 +201,8 @@ class DenseSum:
     def run(self, grad: Tensor) -> None:  # noqa: ARG002
         self.comm.all_reduce(self.buffer)
 
-    def account(self) -> Lap:
-        traffic: Traffic = self.comm.take()
+    def account(self) -> Sample:
+        traffic: Traffic = self.comm.pop()
         return {"sent_bytes": traffic.sent_bytes, "phases": {}}
 
 
@@ -218,7 +218,7 @@ class TopK:
     def run(self, grad: Tensor) -> None:
         torch.topk(grad.abs(), self.k)
 
-    def account(self) -> Lap:
+    def account(self) -> Sample:
         return {"sent_bytes": 0, "phases": {}}
 
 

@@ -33,12 +33,12 @@ from oktopk.algorithms.bounded import room
 from oktopk.bench.gradients import heavy_tailed
 from oktopk.bench.processes import num_cores, spread
 from oktopk.bench.threads import torch_threads
+from oktopk.cuda.graphs import Graphs
+from oktopk.cuda.reference import HEADER_WORDS, Found, room_for
 from oktopk.feedback import Residual
 from oktopk.kernels import kernels_for, reference
-from oktopk.kernels.blocks import HEADER_WORDS, Found, room_for
-from oktopk.kernels.graphs import Graphs
 from oktopk.partition import even_cuts
-from oktopk.select import num_selected
+from oktopk.selection import num_selected
 
 NUMELS = (1_000_000, 27_569_568, 133_547_324, 536_870_912)
 DENSITIES = (0.02, 0.01, 0.001)
@@ -71,7 +71,7 @@ def kth_largest(acc: Tensor, k: int) -> Tensor:
 
 def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     """Return the times of one size, density and dtype."""
-    from oktopk.kernels import triton as kernels
+    from oktopk.cuda import triton as kernels
 
     grad, held = heavy_tailed(numel, 1, "cuda").to(dtype), heavy_tailed(numel, 2, "cuda")
     acc = torch.empty_like(held)
@@ -84,8 +84,8 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     blocks = torch.zeros(SIZE, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device="cuda")
 
     def whole(grad: Tensor) -> None:
-        kernels.find(grad, held, acc, threshold, turn, found)
-        kernels.send(found, cuts, turn, blocks, capacity)
+        kernels.accumulate_compact(grad, held, acc, threshold, turn, found)
+        kernels.pack_blocks(found, cuts, turn, blocks, capacity)
 
     def launched() -> None:  # as the library does it
         graphs.run(whole, grad)
@@ -95,7 +95,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     out = torch.empty_like(grad)
     work = {
         "copy": lambda: acc.copy_(held),
-        "find": lambda: kernels.find(grad, held, acc, threshold, turn, found),
+        "find": lambda: kernels.accumulate_compact(grad, held, acc, threshold, turn, found),
         "select": launched,
         "step": lambda: reducer.all_reduce(grad, out=out),
         "topk": lambda: acc.abs().topk(k),
@@ -140,8 +140,8 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
     kernels = kernels_for(acc)
     work = {
         "triad": lambda: torch.add(grad, held, alpha=2.0, out=acc),
-        "fused": lambda: kernels.accumulate_seeing(grad, held, acc, bounds, floors),
-        "reference": lambda: reference.accumulate_seeing(grad, held, acc, bounds, floors),
+        "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors),
+        "reference": lambda: reference.accumulate_above(grad, held, acc, bounds, floors),
     }
     laps: dict[str, list[float]] = {name: [] for name in work}
     with torch_threads(threads):

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from oktopk import Algorithm, Comm, Dense, GaussianK, GTopk, OkTopk, Reducer, TopkA, TopkDSA, run_local
 from oktopk.bench.threads import torch_threads
+from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
-from oktopk.select import num_selected
-from oktopk.wire import WORD_BYTES
+from oktopk.selection import num_selected
 
 RANKS = (4, 8, 16, 32, 64)
 NOT_COUNTED = 2

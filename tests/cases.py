@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, StepRecord, TopkA, TopkDSA
-from oktopk.kernels.graphs import Graphs
-from oktopk.values import WIRES
+from oktopk.codec.values import WIRES
+from oktopk.cuda.graphs import Graphs
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

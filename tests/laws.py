@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from oktopk import Dense, OkTopk
+from oktopk.codec import HEADER_WORDS
 from oktopk.cost import Cost, agreement, predict
-from oktopk.wire import HEADER_WORDS
 from tests.cases import Case, Step
 
 RELATIVE = 1e-6

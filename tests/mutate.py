@@ -23,8 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TARGETS = (
     "algorithms/*.py",
-    *(f"{name}.py" for name in ("feedback", "partition", "select", "packing", "values", "wire")),
-    *(f"{name}.py" for name in ("ddp", "exchange", "lanes")),
+    "codec/*.py",
+    *(f"{name}.py" for name in ("feedback", "partition", "selection")),
+    *(f"{name}.py" for name in ("ddp/attach", "ddp/engine", "ddp/group")),
 )
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*"}

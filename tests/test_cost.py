@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, SettingError, TopkA, TopkDSA
+from oktopk.codec import HEADER_WORDS
 from oktopk.cost import Call, Cost, Machine, exactly, predict
-from oktopk.wire import HEADER_WORDS
 from tests.cases import NAMES, PLAIN, Case, algorithms, trace
 from tests.harness import on_threads
 from tests.laws import WORD_BYTES, predicted, wanted
@@ -144,26 +144,25 @@ def test_a_step_calls_what_is_predicted(name: str, size: int) -> None:
             calls.append(Counter(dict(reducer.traffic.calls)))
         counts: Counter[str] = Counter()
         for (_, collective), count in (calls[1] - calls[0]).items():
-            counts["all_to_all" if collective == "exchange" else collective] += (1 + (collective == "exchange")) * count
+            twice = collective == "all_to_all_v"  # sizes, then what they are of
+            counts["all_to_all_single" if twice else collective] += (1 + twice) * count
         return counts
 
     cost = predict(algorithm, 2000, size)
-    assert on_threads(size, job)[0] == Counter(
-        call.collective.removesuffix("_even") for call in cost.calls
-    )  # sizes, then what they are of
+    assert on_threads(size, job)[0] == Counter(call.collective for call in cost.calls)
     assert sum(call.words for call in cost.calls) == pytest.approx(cost.typical)
 
 
 def test_a_machine_takes_alpha_a_call_and_beta_a_word_of_its_collective() -> None:
-    machine = Machine(alpha_s={"all_gather": 1.0, "swap": 2.0}, beta_s={"all_gather": 0.5, "swap": 0.25})
-    cost = exactly(14, 2, Call("all_gather", 10), Call("swap", 4))
+    machine = Machine(alpha_s={"all_gather": 1.0, "sendrecv": 2.0}, beta_s={"all_gather": 0.5, "sendrecv": 0.25})
+    cost = exactly(14, 2, Call("all_gather", 10), Call("sendrecv", 4))
     assert machine.seconds(cost) == 1 + 5 + 2 + 1
     assert machine.seconds(cost, computing_s=3.0) == 12.0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_the_tree_of_gtopk_is_as_long_as_its_way_up_and_down(size: int) -> None:
-    calls = [call for call in predict(GTopk(), 64_000, size).calls if call.collective == "swap"]
+    calls = [call for call in predict(GTopk(), 64_000, size).calls if call.collective == "sendrecv"]
     assert len(calls) == 2 * (size - 1).bit_length()
 
 

@@ -11,7 +11,7 @@ import pytest
 import oktopk
 
 # These are imported only beside the framework that they are for.
-NOT_ALONE = ("oktopk.integrations.", "oktopk.kernels.triton")
+NOT_ALONE = ("oktopk.integrations.", "oktopk.cuda.triton")
 FOUND = [found.name for found in pkgutil.walk_packages(oktopk.__path__, "oktopk.")]
 MODULES = ["oktopk", *(name for name in FOUND if not name.startswith(NOT_ALONE))]
 

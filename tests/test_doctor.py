@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from oktopk import __main__
+from oktopk.cuda import reference as blocks
 from oktopk.doctor import FAIL, NOTE, Finding, here, selftest, speed
 from oktopk.doctor import __main__ as plain
-from oktopk.kernels import blocks, compiled, cpu
+from oktopk.kernels import numba_cpu, numpy_cpu
 from oktopk.train.cli import app
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_the_table_says_the_same_and_the_help_teaches() -> None:
     assert "FAIL is wrong" in examined("--help").stdout
 
 
-@pytest.mark.parametrize("kernels", [cpu, compiled], ids=["numpy", "numba"])
+@pytest.mark.parametrize("kernels", [numpy_cpu, numba_cpu], ids=["numpy", "numba"])
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
     right = kernels.kth_largest
     monkeypatch.setattr(kernels, "kth_largest", lambda score, k: right(score, k) * (1 + 1e-6))
@@ -67,7 +68,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, kernels: Any) 
 
 
 def test_a_kernel_that_raises_is_a_finding_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "pack", lambda *_: 1 / 0)
+    monkeypatch.setattr(numpy_cpu, "pack", lambda *_: 1 / 0)
     result = examined()
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.stdout
@@ -80,13 +81,14 @@ def test_the_kernels_of_a_gpu_are_called_as_they_want_to_be(monkeypatch: pytest.
     assert tried == []
 
     class Wrong:
-        aim, find, send = blocks.aim, blocks.find, blocks.send
+        sample_threshold, accumulate_compact = blocks.sample_threshold, blocks.accumulate_compact
+        pack_blocks = blocks.pack_blocks
 
         @staticmethod
-        def add(block: torch.Tensor, capacity: int, region: torch.Tensor) -> None:
-            blocks.add(block, capacity, region.neg_())
+        def scatter_add(block: torch.Tensor, capacity: int, region: torch.Tensor) -> None:
+            blocks.scatter_add(block, capacity, region.neg_())
 
-    assert any("add at" in line for line in selftest._triton_differences(Wrong, 3000, 1, CPU))
+    assert any("scatter_add at" in line for line in selftest._triton_differences(Wrong, 3000, 1, CPU))
 
 
 def test_an_exchange_that_loses_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_an_exchange_that_loses_something_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oktopk.kernels._compiled", lambda: cpu)
+    monkeypatch.setattr("oktopk.kernels._compiled", lambda: numpy_cpu)
     monkeypatch.setattr(here, "version_of", lambda _: None)
     (finding,) = here.kernels(CPU)
     assert finding.status == NOTE

@@ -108,11 +108,11 @@ def test_the_other_threads_name_the_rank_and_the_cause(name: str) -> None:
     [
         lambda comm: comm.all_reduce(torch.ones(3)),
         lambda comm: comm.all_gather(torch.ones(3)),
-        lambda comm: comm.all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1]),
-        lambda comm: comm.exchange([torch.ones(2)] * 3),
-        lambda comm: comm.swap(None, CULPRIT, CULPRIT, 4).wait(),
+        lambda comm: comm.all_to_all_single(torch.ones(3), [1, 1, 1], [1, 1, 1]),
+        lambda comm: comm.all_to_all_v([torch.ones(2)] * 3),
+        lambda comm: comm.sendrecv(None, CULPRIT, CULPRIT, 4).wait(),
     ],
-    ids=["all_reduce", "all_gather", "all_to_all", "exchange", "swap"],
+    ids=["all_reduce", "all_gather", "all_to_all", "exchange", "sendrecv"],
 )
 @pytest.mark.parametrize("leaves", [True, False])
 def test_no_collective_waits_for_a_rank_that_is_gone(wait: Callable[[Any], Any], leaves: bool) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-import oktopk.exchange
+import oktopk.ddp.engine
 import oktopk.reducer
-from oktopk.kernels.graphs import Graphs
+from oktopk.cuda.graphs import Graphs
 from tests.cases import replayed
 from tests.ddp.harness import Worlds, attach
 from tests.harness import on_threads
@@ -71,13 +71,13 @@ ATTACHED = {
 @contextmanager
 def staying() -> Iterator[None]:
     """Take the device's step, with the plain kernels, on the CPU."""
-    before = oktopk.reducer.can_stay, oktopk.exchange.can_stay, Graphs.run
-    oktopk.reducer.can_stay = oktopk.exchange.can_stay = lambda *_: True
+    before = oktopk.reducer.supports_device_step, oktopk.ddp.engine.supports_device_step, Graphs.run
+    oktopk.reducer.supports_device_step = oktopk.ddp.engine.supports_device_step = lambda *_: True
     Graphs.run = replayed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        oktopk.reducer.can_stay, oktopk.exchange.can_stay, Graphs.run = before  # type: ignore[method-assign]
+        oktopk.reducer.supports_device_step, oktopk.ddp.engine.supports_device_step, Graphs.run = before  # type: ignore[method-assign]
 
 
 def rows_of(numel: int) -> list[int]:

@@ -19,7 +19,7 @@ PROMISED = {
     "JsonlSink",
     "MalformedError",
     "MemorySink",
-    "Metered",
+    "MeteredComm",
     "MismatchError",
     "Momentum",
     "NonFiniteError",

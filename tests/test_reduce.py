@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oktopk import Sparse
-from oktopk.reduce import merge
+from oktopk.sparse import merge
 
 
 @given(lists=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5), numel=st.sampled_from([31, 1 << 20]))

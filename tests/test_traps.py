@@ -10,8 +10,8 @@ from torch import Tensor
 
 from oktopk import MalformedError, NonFiniteError, OkTopk, Reducer, Sparse
 from oktopk.algorithms.base import Reduced, observe
+from oktopk.codec import Codec
 from oktopk.partition import balanced_cuts, consensus, even_cuts, rebalanced_cuts
-from oktopk.wire import Codec
 from tests.cases import COVER, NAMES, OKTOPK_NAMES, PLAIN, Case, algorithms, take_step, trace
 from tests.harness import on_threads
 from tests.laws import check_every_law, predicted, same_bits, same_run, selected_limit, wanted
@@ -29,8 +29,8 @@ class Spy:
         self.seen: list[tuple[Tensor, Reduced]] = []
 
     @property
-    def carries_verdict(self) -> bool:
-        return getattr(self.algorithm, "carries_verdict", False)
+    def sends_input_status(self) -> bool:
+        return getattr(self.algorithm, "sends_input_status", False)
 
     def init(self, numel: int, comm: Any, **more: Any) -> Any:
         return self.algorithm.init(numel, comm, **more)

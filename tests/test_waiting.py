@@ -14,7 +14,7 @@ from torch import Tensor
 
 import oktopk.reducer
 from oktopk import GaussianK, OkTopk, Reducer
-from oktopk.kernels.graphs import Graphs
+from oktopk.cuda.graphs import Graphs
 from tests.cases import replayed
 from tests.harness import on_threads
 
@@ -97,7 +97,7 @@ BASE = (64, 512, 9, 9, 9, 1, 1)
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which step is tried; the device's with the plain kernels, and replayed as a CUDA graph would be."""
     if request.param == "device":
-        monkeypatch.setattr(oktopk.reducer, "can_stay", lambda *_: True)
+        monkeypatch.setattr(oktopk.reducer, "supports_device_step", lambda *_: True)
         monkeypatch.setattr(Graphs, "run", replayed)
     return str(request.param)
 

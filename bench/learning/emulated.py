@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.learning.mechanisms import Layout
 from bench.learning.settings import Setting
 from oktopk.kernels.scales import running, scales_of
-from oktopk.select import SAMPLE_HITS, in_turn, num_selected, turns_first_
+from oktopk.selection import SAMPLE_HITS, in_turn, num_selected, turns_first_
 
 
 class Emulated:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bench.learning.mechanisms import Layout
 from bench.learning.settings import FROM_RECIPE, Setting
 from bench.learning.workload import AdamW, Sgd, Workload
-from oktopk.ddp import small_or_vector
+from oktopk.ddp.attach import small_or_vector
 from oktopk.errors import SettingError
 
 

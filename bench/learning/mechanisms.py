@@ -25,12 +25,12 @@ from torch import Tensor
 
 from bench.learning.settings import Setting
 from oktopk import Algorithm, Comm
-from oktopk.algorithms.base import Verdict, observe, reduce_if_fine, takes_segments
-from oktopk.comm import Metered
+from oktopk.algorithms.base import InputStatus, observe, reduce_if_fine, takes_segments
+from oktopk.codec.values import WIRES
+from oktopk.comm import MeteredComm
 from oktopk.feedback import Residual
-from oktopk.select import num_selected
+from oktopk.selection import num_selected
 from oktopk.sparse import Sparse
-from oktopk.values import WIRES
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Exchange:
         momentum: float = 0.0,
     ) -> None:
         device = torch.device(device)
-        self.setting, self.layout, self.comm = setting, layout, Metered(comm)
+        self.setting, self.layout, self.comm = setting, layout, MeteredComm(comm)
         self.clip = clip / math.sqrt(comm.size) if setting.local_clip else 0.0
         self.residual = Residual(layout.large, torch.float32, device)
         self.source = _source(setting, momentum)
@@ -91,7 +91,7 @@ class Exchange:
 
     def take_sent_bytes(self) -> int:
         """Return what this rank sent since it was last asked."""
-        return self.comm.take().sent_bytes
+        return self.comm.pop().sent_bytes
 
     def dense(self, grad: Tensor) -> Tensor:
         """Return the mean gradient, as in the steps before the switch."""
@@ -128,10 +128,10 @@ class Exchange:
     def _exchange(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """Return where something is delivered, and its mean over ranks."""
         acc = self.residual.accumulate_(change, decay=self.setting.decay)
-        verdict = Verdict.on(self.residual.nonfinite_at)
+        status = InputStatus.on(self.residual.nonfinite_at)
         weight = None if self.weights is None else self.weights.of(acc, change, self.comm)
         ranked = acc if weight is None else acc * weight
-        made = [self._reduce(part, ranked, weight, verdict) for part in self.parts]
+        made = [self._reduce(part, ranked, weight, status) for part in self.parts]
         index, value = torch.cat([each.index for each in made]), torch.cat([each.value for each in made])
         arrives = self._arriving(index, value)
         if arrives is not value and self.setting.late != "drop":
@@ -140,15 +140,15 @@ class Exchange:
         self._note_age(index)
         return index, arrives
 
-    def _reduce(self, part: _Part, ranked: Tensor, weight: Tensor | None, verdict: int) -> Sparse:
+    def _reduce(self, part: _Part, ranked: Tensor, weight: Tensor | None, status: int) -> Sparse:
         """Return the mean over ranks that one part of the vector delivers; clear what was taken of the residual."""
         algorithm, span = self.setting.algorithm_at(self.sparse_step), slice(part.low, part.high)
         if part.state is None:
             part.state = _init(algorithm, part, self.layout, self.comm)
         numel = part.high - part.low
-        if weight is None and verdict == Verdict.FINE:
+        if weight is None and status == InputStatus.FINE:
             observe(algorithm, part.state, ranked[span], self.residual.held[span])
-        reduced = reduce_if_fine(algorithm, ranked[span], part.state, self.comm, verdict)
+        reduced = reduce_if_fine(algorithm, ranked[span], part.state, self.comm, status)
         self.selected_over_k = reduced.num_selected(numel) / num_selected(
             numel, self.setting.density_at(self.sparse_step)
         )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from oktopk import ALGORITHMS, Algorithm, OkTopk, make_algorithm
+from oktopk.codec import Codec
+from oktopk.codec.indices import PLAIN
 from oktopk.errors import SettingError, one_of
-from oktopk.packing import PLAIN
-from oktopk.wire import Codec
 
 FROM_RECIPE = -1.0
 

@@ -18,9 +18,10 @@ from oktopk.algorithms import (
     TopkDSA,
     make_algorithm,
 )
-from oktopk.checkpoint import load_distributed, save_distributed
-from oktopk.comm import Comm, Metered, ProcessGroupComm, Traffic, run_local
-from oktopk.ddp import Attached, attach, small_or_vector
+from oktopk.comm import Comm, MeteredComm, ProcessGroupComm, Traffic, run_local
+from oktopk.ddp.attach import Attached, attach, small_or_vector
+from oktopk.ddp.checkpoint import load_distributed, save_distributed
+from oktopk.ddp.context import Momentum
 from oktopk.errors import (
     InputError,
     MalformedError,
@@ -31,7 +32,6 @@ from oktopk.errors import (
     SettingError,
     StateError,
 )
-from oktopk.plan import Momentum
 from oktopk.reducer import Reducer
 from oktopk.sparse import Sparse
 from oktopk.telemetry import CallbackSink, JsonlSink, MemorySink, StepRecord, Summary, TensorBoardSink
@@ -51,7 +51,7 @@ __all__ = [
     "JsonlSink",
     "MalformedError",
     "MemorySink",
-    "Metered",
+    "MeteredComm",
     "MismatchError",
     "Momentum",
     "NonFiniteError",

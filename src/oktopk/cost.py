@@ -16,10 +16,10 @@ from typing import Any
 
 from oktopk.algorithms import Dense, GaussianK, GTopk, OkTopk, TopkA, TopkDSA
 from oktopk.algorithms.bounded import room
-from oktopk.algorithms.paper import BUCKET_PAIRS
+from oktopk.algorithms.oktopk_paper import BUCKET_PAIRS
+from oktopk.codec import HEADER_WORDS, Codec
 from oktopk.errors import SettingError
-from oktopk.select import BAND, SKETCH, num_selected
-from oktopk.wire import HEADER_WORDS, Codec
+from oktopk.selection import BAND, SKETCH, num_selected
 
 INT64_WORDS = 2
 SPARE_WORDS = {"fp32": 1, "bf16": 1, "int8": 2}
@@ -131,8 +131,8 @@ def _(algorithm: GaussianK, numel: int, size: int, rank: int = 0, segments: int 
     k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
     peers = size - 1
     typical, most = codec.words(k) * peers, codec.words(max(int(BAND[1] * k), 1)) * peers
-    pairs = Cost(codec.words(0) * peers, float(typical), most, peers, (Call("all_to_all", typical),))
-    return agreement(peers) + agreement(peers, "all_to_all") + pairs  # the second: sizes
+    pairs = Cost(codec.words(0) * peers, float(typical), most, peers, (Call("all_to_all_single", typical),))
+    return agreement(peers) + agreement(peers, "all_to_all_single") + pairs  # the second: sizes
 
 
 @predict.register
@@ -141,7 +141,7 @@ def _(algorithm: GTopk, numel: int, size: int, rank: int = 0, segments: int = 1)
     distances = [1 << i for i in range((size - 1).bit_length())]
     up = sum(rank % (2 * distance) == distance for distance in distances)
     down = sum(rank % (2 * distance) == 0 and rank + distance < size for distance in distances)
-    path = [Call("swap", codec.words(k))] * (2 * len(distances))  # all the way up and down, whoever is on it
+    path = [Call("sendrecv", codec.words(k))] * (2 * len(distances))  # all the way up and down, whoever is on it
     return exactly(codec.words(k) * (up + down), up + down, *path) + agreement(size - 1)
 
 
@@ -152,9 +152,9 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
     pair = codec.index_words + codec.value_words(2) / 2
     typical, dense = pair * k * peers / size, codec.value_words(length) * peers
     most = codec.words(k) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * peers
-    split = Cost(HEADER_WORDS * peers, typical, most, peers, (Call("all_to_all", typical),))
-    gather = Cost(0, min(typical, dense), dense, peers, (Call("all_to_all", min(typical, dense)),))
-    sizes = agreement(peers, "all_to_all")
+    split = Cost(HEADER_WORDS * peers, typical, most, peers, (Call("all_to_all_single", typical),))
+    gather = Cost(0, min(typical, dense), dense, peers, (Call("all_to_all_single", min(typical, dense)),))
+    sizes = agreement(peers, "all_to_all_single")
     return (split if peers else exactly(0, 0)) + gather + sum_of([agreement(peers), sizes, sizes])
 
 
@@ -164,7 +164,7 @@ def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1
     peers = size - 1
     if algorithm.mode == "bounded":
         words = codec.words(room(k, algorithm.slack, size)) * peers
-        return exactly(2 * words, 2 * peers, Call("all_to_all_even", words), Call("all_gather", words))
+        return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
     return _paper(k, int(algorithm.cap * k), codec, size, segments)
 
 
@@ -185,8 +185,14 @@ def _paper(k: int, cap: int, codec: Codec, size: int, segments: int) -> Cost:
     # three times, sketch, balance and gather.
     third = pair * k * peers / size
     told = Call("all_gather", INT64_WORDS * peers)
-    balance = (Call("all_to_all", third), Call("all_gather", third))
-    calls = (told, Call("all_to_all", INT64_WORDS * peers), *[Call("swap", third / peers)] * peers, told, *balance)
+    balance = (Call("all_to_all_single", third), Call("all_gather", third))
+    calls = (
+        told,
+        Call("all_to_all_single", INT64_WORDS * peers),
+        *[Call("sendrecv", third / peers)] * peers,
+        told,
+        *balance,
+    )
     return Cost(0, 3 * third, split + gather + agreed, 20 * peers + 8 * peers + buckets, calls)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import kernels_for
-from oktopk.seen import Seen
+from oktopk.prefilter import Prefilter
 from oktopk.sparse import Sparse
 
 EVERYTHING = slice(None)
@@ -45,15 +45,15 @@ class Residual:
         at: slice = EVERYTHING,
         scale: float = 1.0,
         decay: float = 1.0,
-        seen: Seen | None = None,
+        prefilter: Prefilter | None = None,
     ) -> Tensor:
         """Return acc = decay * held + scale * grad (or the part of it `at` a slice).
 
-        Sets `nonfinite_at` to the index in acc of its first NaN or Inf (-1: none). What is large is noted in `seen`.
+        Sets `nonfinite_at` to the index in acc of its first NaN or Inf (-1: none). `prefilter` notes large elements.
         """
         acc, start = self._acc[at], at.start or 0
-        if seen is not None and scale == 1 and decay == 1:
-            bad = seen.accumulate_(grad, self.held[at], acc, start)
+        if prefilter is not None and scale == 1 and decay == 1:
+            bad = prefilter.accumulate_(grad, self.held[at], acc, start)
         else:
             bad = kernels_for(acc).accumulate(grad, self.held[at], acc, scale, decay)
         self.nonfinite_at = bad + start if bad >= 0 else -1

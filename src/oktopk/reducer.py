@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm, Dense, OkTopk, make_algorithm
-from oktopk.algorithms.base import Outcome, Verdict, look_out, observe, reduce_if_fine, takes_segments
-from oktopk.algorithms.resident import LATE, LateErrors, Letter, Post, Resident, Told, can_stay
-from oktopk.comm import Comm, Metered, Traffic
+from oktopk.algorithms.base import InputStatus, StepStats, make_prefilter, observe, reduce_if_fine, takes_segments
+from oktopk.codec.values import round_to
+from oktopk.comm import Comm, MeteredComm, Traffic
+from oktopk.cuda.readback import READBACK_DELAY, DeferredErrors, DeviceStats, PinnedBuffer, Readback
+from oktopk.cuda.step import CudaStep, supports_device_step
 from oktopk.errors import InputError, MismatchError, NonFiniteError, PeerError, SettingError, StateError, one_of
 from oktopk.feedback import Residual
 from oktopk.kernels import kernels_for
-from oktopk.plain import from_plain, kind_of, to_plain
 from oktopk.sparse import Sparse
+from oktopk.state import from_plain, kind_of, to_plain
 from oktopk.telemetry import StepRecord, record_of
-from oktopk.values import round_to
 
 VERSION = 2
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -56,27 +57,29 @@ class Reducer:
         self.on_nonfinite = one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip"))
         self._last: StepRecord | None = None
         self.traffic = Traffic()
-        self._comm = Metered(comm)
+        self._comm = MeteredComm(comm)
         self._segments = None if segments is None else tuple(segments)
         self._step = 0
         self._agreed = False
         self._dtype: torch.dtype | None = None
         self._residual: Residual | None = None
         self._state: Any = None
-        self._resident: Resident | None = None
-        self._post = Post()
-        self._unheard: deque[tuple[Letter, Traffic]] = deque()
-        self._heard: tuple[Told, Traffic, int] | None = None  # of which there is no record yet, and its step
-        self._late = LateErrors()
+        self._cuda_step: CudaStep | None = None
+        self._readback = Readback()
+        self._pending_stats: deque[tuple[PinnedBuffer, Traffic]] = deque()
+        self._latest_stats: tuple[DeviceStats, Traffic, int] | None = (
+            None  # of which there is no record yet, and its step
+        )
+        self._deferred = DeferredErrors()
 
     @property
     def last(self) -> StepRecord | None:
         """The record of the latest step; where steps stay on the device, asking for it waits for that step."""
-        while self._unheard:
-            self._hear()
-        if self._heard is not None:
-            told, traffic, step = self._heard
-            outcome, self._heard = told.outcome(self._comm.size), None
+        while self._pending_stats:
+            self._drain_one()
+        if self._latest_stats is not None:
+            told, traffic, step = self._latest_stats
+            outcome, self._latest_stats = told.outcome(self._comm.size), None
             self._last = self._record_of(outcome, traffic, step, skipped=bool(told.bad))
         return self._last
 
@@ -90,7 +93,7 @@ class Reducer:
         try:
             return self._all_reduce(grad, out)
         except (InputError, MismatchError, PeerError):
-            self.traffic.add_(self._comm.take())  # what was sent is in the total, and in no step's record
+            self.traffic.add_(self._comm.pop())  # what was sent is in the total, and in no step's record
             raise  # every rank raises the same, or the one that failed has told the others: nobody waits
         except BaseException as error:
             self._comm.fail(error)
@@ -98,8 +101,8 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on as if it had never stopped; `torch.load(weights_only=True)` reads it."""
-        if self._resident is not None:
-            self._resident.save_(self._state)
+        if self._cuda_step is not None:
+            self._cuda_step.save_(self._state)
         return {
             "version": VERSION,
             "algorithm": type(self.algorithm).__name__,
@@ -131,9 +134,9 @@ class Reducer:
                 )
             residual = Residual.of(held, held.device)
         self._residual, self._state, self._step = residual, state, saved["step"]
-        self._resident, self._heard = None, None
-        self._unheard.clear()
-        self._late.clear()
+        self._cuda_step, self._latest_stats = None, None
+        self._pending_stats.clear()
+        self._deferred.clear()
         self._dtype = None if saved["dtype"] is None else getattr(torch, saved["dtype"])
         self._agreed = False
 
@@ -143,12 +146,12 @@ class Reducer:
         if not self._agreed:
             self._agree(flat)
         assert self._residual is not None
-        if self._resident is not None:
-            return self._all_reduce_there(flat, self._residual, self._resident, grad, out)
+        if self._cuda_step is not None:
+            return self._all_reduce_there(flat, self._residual, self._cuda_step, grad, out)
         with self._comm.phase("accumulate"):
-            acc, verdict = self._accumulate(flat, self._residual)
+            acc, status = self._accumulate(flat, self._residual)
         try:
-            reduced = reduce_if_fine(self.algorithm, acc, self._state, self._comm, verdict)
+            reduced = reduce_if_fine(self.algorithm, acc, self._state, self._comm, status)
         except NonFiniteError:
             if self.on_nonfinite == "raise":
                 raise
@@ -157,15 +160,15 @@ class Reducer:
             mean, rounding = _mean(reduced.sum, self._comm.size, grad, out)
             self._residual.retain_(reduced.taken, (*reduced.returned, *rounding), kept=reduced.kept)
             self._residual.commit_()
-        self._record(Outcome.of(reduced, flat.numel(), self._state))
+        self._record(StepStats.of(reduced, flat.numel(), self._state))
         return mean
 
     def _agree(self, flat: Tensor) -> None:
         """Make sure, before the first gradient travels, that all ranks are about to do the same; then make room."""
         dtype = DTYPES.index(flat.dtype) if flat.dtype in DTYPES else -1
         algorithm = self.algorithm if isinstance(self.algorithm, OkTopk) else None
-        stays = algorithm is not None and can_stay(algorithm, flat.numel(), flat.dtype, flat.device)
-        mine = [flat.numel(), dtype, self._step, zlib.crc32(self._description().encode()), int(stays)]
+        on_device = algorithm is not None and supports_device_step(algorithm, flat.numel(), flat.dtype, flat.device)
+        mine = [flat.numel(), dtype, self._step, zlib.crc32(self._description().encode()), int(on_device)]
         every = self._comm.all_gather(torch.tensor(mine, device=flat.device)).tolist()
         if -1 in (row[1] for row in every):
             rank = [row[1] for row in every].index(-1)
@@ -182,18 +185,18 @@ class Reducer:
             wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
             self._state = self._init(flat.numel())
             self._residual = Residual(flat.numel(), wide, flat.device)
-        if algorithm is not None and stays:
-            self._resident = Resident.make(algorithm, self._state, self._comm, flat.device)
+        if algorithm is not None and on_device:
+            self._cuda_step = CudaStep.make(algorithm, self._state, self._comm, flat.device)
         self._dtype, self._agreed = flat.dtype, True
-        self.traffic.add_(self._comm.take())
+        self.traffic.add_(self._comm.pop())
 
     def _all_reduce_there(
-        self, flat: Tensor, residual: Residual, resident: Resident, grad: Tensor, out: Tensor | None
+        self, flat: Tensor, residual: Residual, cuda_step: CudaStep, grad: Tensor, out: Tensor | None
     ) -> Tensor:
         """Reduce without ever waiting for the device; what the step did is heard of when it is long over."""
-        while len(self._unheard) >= LATE:
-            self._hear()
-        error = self._late.take_due(self._step)
+        while len(self._pending_stats) >= READBACK_DELAY:
+            self._drain_one()
+        error = self._deferred.take_due(self._step)
         if error is not None:
             raise error
         if flat.numel() != residual.held.numel() or flat.dtype != self._dtype or flat.device != residual.held.device:
@@ -203,52 +206,52 @@ class Reducer:
             )
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
-            resident.reduce_(flat, residual.held, residual.acc, _flat(mean))
+            cuda_step.reduce_(flat, residual.held, residual.acc, _flat(mean))
             residual.commit_()
-            letter, traffic = self._post.send(resident.words), self._comm.take()
-        self._unheard.append((letter, traffic))
+            buffer, traffic = self._readback.send(cuda_step.words), self._comm.pop()
+        self._pending_stats.append((buffer, traffic))
         self.traffic.add_(traffic)
         self._step += 1
         return mean
 
-    def _hear(self) -> None:
+    def _drain_one(self) -> None:
         """Learn what the oldest step did that the device has not told of; its record is made if it is asked for."""
-        letter, traffic = self._unheard.popleft()
-        (told,), step = self._post.read(letter), self._step - len(self._unheard) - 1
-        self._heard = told, traffic, step
+        buffer, traffic = self._pending_stats.popleft()
+        (told,), step = self._readback.read(buffer), self._step - len(self._pending_stats) - 1
+        self._latest_stats = told, traffic, step
         if told.bad and self.on_nonfinite == "raise":
             message = (
                 f"step {step}: a rank's gradient plus its residual was not finite; that step delivered zeros on all "
                 f"ranks, and the residual is as it was before it"
             )
-            self._late.add(step, NonFiniteError(message))
+            self._deferred.add(step, NonFiniteError(message))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
         """Return acc, and this rank's verdict on it."""
         if flat.numel() != residual.held.numel():
-            return residual.held, Verdict.of(Verdict.WRONG_NUMEL, flat.numel())
+            return residual.held, InputStatus.of(InputStatus.WRONG_NUMEL, flat.numel())
         if flat.dtype != self._dtype or flat.device != residual.held.device:
-            return residual.held, Verdict.of(Verdict.WRONG_DTYPE)
-        acc = residual.accumulate_(flat, seen=look_out(self.algorithm, self._state))
+            return residual.held, InputStatus.of(InputStatus.WRONG_DTYPE)
+        acc = residual.accumulate_(flat, prefilter=make_prefilter(self.algorithm, self._state))
         if residual.nonfinite_at >= 0:
-            return acc, Verdict.of(Verdict.NON_FINITE, residual.nonfinite_at)
+            return acc, InputStatus.of(InputStatus.NON_FINITE, residual.nonfinite_at)
         observe(self.algorithm, self._state, acc, residual.held)
-        return acc, Verdict.FINE
+        return acc, InputStatus.FINE
 
     def _skip(self, grad: Tensor, out: Tensor | None) -> Tensor:
         """Deliver nothing; the residual is still what it was."""
         empty = Sparse.empty(grad.numel(), grad)
         mean, _ = _mean(empty, self._comm.size, grad, out)
-        self._record(Outcome(selected=0, pairs=0), skipped=True)
+        self._record(StepStats(selected=0, pairs=0), skipped=True)
         return mean
 
-    def _record(self, outcome: Outcome, skipped: bool = False) -> None:
-        traffic = self._comm.take()
+    def _record(self, outcome: StepStats, skipped: bool = False) -> None:
+        traffic = self._comm.pop()
         self.traffic.add_(traffic)
         self._last = self._record_of(outcome, traffic, self._step, skipped)
         self._step += 1
 
-    def _record_of(self, outcome: Outcome, traffic: Traffic, step: int, skipped: bool) -> StepRecord:
+    def _record_of(self, outcome: StepStats, traffic: Traffic, step: int, skipped: bool) -> StepRecord:
         assert self._residual is not None
         dense = outcome.pairs is None or (skipped and isinstance(self.algorithm, Dense))
         made = record_of(
@@ -257,7 +260,7 @@ class Reducer:
             step=step,
             phase="dense" if dense else "sparse",
             numel=self._residual.held.numel(),
-            side=0,
+            dense_tail=0,
             density=getattr(self.algorithm, "density", 1.0),
             size=self._comm.size,
         )

@@ -99,3 +99,13 @@ class Sparse:
     def shared(self, index: Tensor) -> Tensor:
         """Return the places, in `index` (sorted), of those that are held here."""
         return kernels_for(index).shared(self.index, index)
+
+
+def merge(parts: Sequence[Sparse]) -> Sparse:
+    """Return the sum of the parts; an index stays even where its values cancel.
+
+    Values are added in the order of the parts, which is the order of ranks, so that the bits never depend on timing.
+    """
+    kernels = kernels_for(max((part.index for part in parts), key=len))
+    index, value = kernels.merge([part.index for part in parts], [part.value for part in parts])
+    return Sparse(index, value, parts[0].numel)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk.wire import HEADER_WORDS
+from oktopk.codec import HEADER_WORDS
 from tests.cases import algorithms
 
 LIAR, HONEST = 1, 0
@@ -30,18 +30,18 @@ class Spoilt:
     def all_gather(self, block: Tensor) -> Tensor:
         return self._spoilt(self._comm.all_gather(block))
 
-    def all_to_all_even(self, blocks: Tensor) -> Tensor:
-        return self._spoilt(self._comm.all_to_all_even(blocks))
+    def all_to_all(self, blocks: Tensor) -> Tensor:
+        return self._spoilt(self._comm.all_to_all(blocks))
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        came = self._comm.all_to_all(blocks, send, receive)
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        came = self._comm.all_to_all_single(blocks, send, receive)
         return torch.cat(list(self._spoilt(list(torch.split(came, list(receive))))))
 
-    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
-        return oktopk.comm.base.Collectives.exchange(self, blocks, most)
+    def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
+        return oktopk.comm.base.Collectives.all_to_all_v(self, blocks, most)
 
-    def swap(self, block: Any, to: int, source: int, size: int, device: Any = "cpu") -> Any:
-        pending = self._comm.swap(block, to, source, size, device)
+    def sendrecv(self, block: Any, to: int, source: int, size: int, device: Any = "cpu") -> Any:
+        pending = self._comm.sendrecv(block, to, source, size, device)
         return oktopk.comm.base.Arrived(self._spoilt({LIAR: pending.wait()})[LIAR]) if source == LIAR else pending
 
     def _spoilt(self, blocks: Any) -> Any:

@@ -168,9 +168,9 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def swap(self, block: Any, to: int, source: int, size: int, device: Any = "cpu") -> Any:
+    def sendrecv(self, block: Any, to: int, source: int, size: int, device: Any = "cpu") -> Any:
         self.swaps.append((to, source))
-        return self._comm.swap(block, to, source, size, device)
+        return self._comm.sendrecv(block, to, source, size, device)
 
 
 def test_paper_sends_in_rotation_so_that_nobody_is_everybodys_next() -> None:
@@ -188,7 +188,7 @@ def test_paper_sends_in_rotation_so_that_nobody_is_everybodys_next() -> None:
 def test_paper_has_the_same_bits_whatever_the_size_of_a_bucket(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(OkTopk(density=0.2, mode="paper", rethreshold_every=2, **PLAIN), 4, 900, "skew")
     whole = on_threads(4, trace, case)
-    monkeypatch.setattr("oktopk.algorithms.paper.BUCKET_PAIRS", pairs)
+    monkeypatch.setattr("oktopk.algorithms.oktopk_paper.BUCKET_PAIRS", pairs)
     same_run(on_threads(4, trace, case), whole)
 
 

@@ -143,7 +143,7 @@ def test_a_probe_by_itself() -> None:
 
 
 def check_probe(probe: dict[str, Any], methods: set[str]) -> None:
-    assert {"all_gather", "all_to_all", "swap", "all_reduce", "all_reduce bfloat16"} <= set(probe["alpha_s"])
+    assert {"all_gather", "all_to_all", "sendrecv", "all_reduce", "all_reduce bfloat16"} <= set(probe["alpha_s"])
     assert set(probe["beta_s_per_word"]) == set(probe["alpha_s"])
     assert all(seconds > 0 for seconds in probe["alpha_s"].values())
     computing = {row["method"]: row["seconds"] for row in probe["computing_s_per_element"]}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from oktopk.bench import report
-from oktopk.bench.pays import verdicts_of
+from oktopk.bench.breakeven import verdicts_of
 from oktopk.bench.plot import plots_of
 from oktopk.bench.provenance import provenance
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from oktopk.bench.breakeven import crossings, verdicts_of
 from oktopk.bench.forecast import Forecast, cost_of, make_forecast
-from oktopk.bench.laps import WARM_UP
 from oktopk.bench.methods import METHODS, Entry, Ours, PowerSgd
-from oktopk.bench.pays import crossings, verdicts_of
 from oktopk.bench.probe import SHARE, computing_numel
+from oktopk.bench.rounds import WARM_UP
 from oktopk.bench.summary import rows_of
 from oktopk.cost import Machine
 

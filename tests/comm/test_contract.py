@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk import Metered
+from oktopk import MeteredComm
 from oktopk.comm.process_group import LARGE_BYTES
 
 SIZES = (1, 2, 3, 4)
@@ -74,35 +74,35 @@ def all_to_all_with_uneven_splits(comm: Any) -> None:
     receive = [peer + 2 * comm.rank for peer in range(comm.size)]
     for dtype in (torch.int32, torch.int64, torch.float32):
         blocks = torch.cat([torch.full((n,), 100 * comm.rank + peer, dtype=dtype) for peer, n in enumerate(send)])
-        came = comm.all_to_all(blocks, send, receive)
+        came = comm.all_to_all_single(blocks, send, receive)
         assert came.tolist() == [100 * peer + comm.rank for peer, n in enumerate(receive) for _ in range(n)]
         assert came.dtype == dtype
 
 
 def all_to_all_with_nothing_at_all(comm: Any) -> None:
     zeros = [0] * comm.size
-    assert comm.all_to_all(torch.empty(0, dtype=torch.int32), zeros, zeros).shape == (0,)
+    assert comm.all_to_all_single(torch.empty(0, dtype=torch.int32), zeros, zeros).shape == (0,)
 
 
 def all_to_all_where_one_rank_gets_everything(comm: Any) -> None:
     last = comm.size - 1
     send = [4 if peer == last else 0 for peer in range(comm.size)]
     receive = [4 if comm.rank == last else 0] * comm.size
-    came = comm.all_to_all(torch.full((4,), comm.rank), send, receive)
+    came = comm.all_to_all_single(torch.full((4,), comm.rank), send, receive)
     assert came.tolist() == ([peer for peer in range(comm.size) for _ in range(4)] if comm.rank == last else [])
 
 
 def all_to_all_even_small_and_large(comm: Any) -> None:
     for words in (0, 1, 3, LARGE_BYTES // 4 + 1):
         blocks = torch.arange(comm.size).repeat_interleave(words).view(comm.size, words).int() + 100 * comm.rank
-        came = comm.all_to_all_even(blocks)
+        came = comm.all_to_all(blocks)
         assert came.shape == blocks.shape
         assert all(bool((row == 100 * peer + comm.rank).all()) for peer, row in enumerate(came))
 
 
 def exchange_of_any_sizes(comm: Any) -> None:
     blocks = [torch.full((comm.rank * peer,), 10 * comm.rank + peer, dtype=torch.int32) for peer in range(comm.size)]
-    came = comm.exchange(blocks)
+    came = comm.all_to_all_v(blocks)
     assert [block.tolist() for block in came] == [
         [10 * peer + comm.rank] * (peer * comm.rank) for peer in range(comm.size)
     ]
@@ -113,7 +113,7 @@ def swap_around_the_ring(comm: Any) -> None:
     if comm.size == 1:  # nobody to write to: gloo cannot send to itself, and no algorithm does
         return
     block = torch.tensor([comm.rank, 7], dtype=torch.int32)
-    assert comm.swap(block, right, left, 2).wait().tolist() == [left, 7]
+    assert comm.sendrecv(block, right, left, 2).wait().tolist() == [left, 7]
 
 
 def swaps_in_flight_keep_their_order(comm: Any) -> None:
@@ -121,7 +121,7 @@ def swaps_in_flight_keep_their_order(comm: Any) -> None:
     if comm.size == 1:
         return
     sizes = [3, 1, 100_000, 2]
-    pending = [comm.swap(torch.full((n,), i, dtype=torch.int32), right, left, n) for i, n in enumerate(sizes)]
+    pending = [comm.sendrecv(torch.full((n,), i, dtype=torch.int32), right, left, n) for i, n in enumerate(sizes)]
     for i, (n, letter) in enumerate(zip(sizes, pending, strict=True)):
         arrived = letter.wait()
         assert (len(arrived), set(arrived.tolist())) == (n, {i})
@@ -133,11 +133,11 @@ def swap_one_way(comm: Any) -> None:
     if comm.size == 1:
         return
     if comm.rank == 0:
-        assert len(comm.swap(torch.arange(5, dtype=torch.int32), last, last, 0).wait()) == 0
+        assert len(comm.sendrecv(torch.arange(5, dtype=torch.int32), last, last, 0).wait()) == 0
     elif comm.rank == last:
-        assert comm.swap(None, 0, 0, 5).wait().tolist() == [0, 1, 2, 3, 4]
+        assert comm.sendrecv(None, 0, 0, 5).wait().tolist() == [0, 1, 2, 3, 4]
     else:
-        assert len(comm.swap(None, 0, 0, 0).wait()) == 0
+        assert len(comm.sendrecv(None, 0, 0, 0).wait()) == 0
 
 
 def collectives_follow_each_other(comm: Any) -> None:
@@ -146,7 +146,7 @@ def collectives_follow_each_other(comm: Any) -> None:
     for turn in range(20):
         assert comm.all_gather(torch.tensor([turn])).view(-1).tolist() == [turn] * comm.size
         assert comm.all_reduce(torch.tensor([turn])).item() == turn * comm.size
-        assert comm.all_to_all(torch.full((comm.size,), turn), ones, ones).tolist() == [turn] * comm.size
+        assert comm.all_to_all_single(torch.full((comm.size,), turn), ones, ones).tolist() == [turn] * comm.size
         swap_around_the_ring(comm)
 
 
@@ -178,7 +178,7 @@ CONTRACT = [
 
 def keep(comm: Any, metered: bool, clauses: Sequence[Callable[[Any], Any]]) -> list[Any]:
     """Return what each clause gives, one after the other; an assertion that fails is in a function named after it."""
-    comm = Metered(comm) if metered else comm
+    comm = MeteredComm(comm) if metered else comm
     return [clause(comm) for clause in clauses]
 
 

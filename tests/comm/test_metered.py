@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk import Metered, Traffic, run_local
+from oktopk import MeteredComm, Traffic, run_local
 
 
 def metered(size: int, fn: Any) -> list[Traffic]:
     def job(comm: Any) -> Traffic:
-        wrapped = Metered(comm)
+        wrapped = MeteredComm(comm)
         fn(wrapped)
-        return wrapped.take()
+        return wrapped.pop()
 
     return run_local(size, job)
 
@@ -40,7 +40,7 @@ def test_an_all_reduce_counts_as_a_ring(numel: int, size: int) -> None:
 def test_an_all_to_all_counts_what_is_for_others() -> None:
     def job(comm: Any) -> None:
         send = [[5, 1, 0], [2, 7, 3], [0, 0, 9]]
-        comm.all_to_all(torch.ones(sum(send[comm.rank])), send[comm.rank], [row[comm.rank] for row in send])
+        comm.all_to_all_single(torch.ones(sum(send[comm.rank])), send[comm.rank], [row[comm.rank] for row in send])
 
     by_rank = metered(3, job)
     assert [t.sent_bytes for t in by_rank] == [4, 20, 0]
@@ -50,7 +50,7 @@ def test_an_all_to_all_counts_what_is_for_others() -> None:
 
 def test_an_exchange_counts_the_sizes_that_travel_first() -> None:
     def job(comm: Any) -> None:
-        comm.exchange([torch.ones(comm.rank * 2, dtype=torch.int32)] * 3)
+        comm.all_to_all_v([torch.ones(comm.rank * 2, dtype=torch.int32)] * 3)
 
     by_rank = metered(3, job)
     assert [t.sent_bytes for t in by_rank] == [16 + 2 * 8 * rank for rank in range(3)]
@@ -61,9 +61,9 @@ def test_an_exchange_counts_the_sizes_that_travel_first() -> None:
 def test_a_swap_counts_what_leaves_and_what_comes() -> None:
     def job(comm: Any) -> None:
         if comm.rank == 0:
-            comm.swap(torch.ones(6, dtype=torch.int32), 1, 1, 0).wait()
+            comm.sendrecv(torch.ones(6, dtype=torch.int32), 1, 1, 0).wait()
         else:
-            comm.swap(None, 0, 0, 6).wait()
+            comm.sendrecv(None, 0, 0, 6).wait()
 
     first, second = metered(2, job)
     assert (first.sent_bytes, first.received_bytes, first.messages) == (24, 0, 1)
@@ -74,8 +74,8 @@ def test_one_rank_alone_has_no_traffic() -> None:
     def job(comm: Any) -> None:
         comm.all_reduce(torch.ones(9))
         comm.all_gather(torch.ones(9))
-        comm.all_to_all(torch.ones(9), [9], [9])
-        comm.exchange([torch.ones(9)])
+        comm.all_to_all_single(torch.ones(9), [9], [9])
+        comm.all_to_all_v([torch.ones(9)])
 
     (traffic,) = metered(1, job)
     assert (traffic.sent_bytes, traffic.received_bytes, traffic.messages) == (0, 0, 0)
@@ -101,7 +101,7 @@ def test_traffic_is_counted_under_its_phase() -> None:
 
 def test_a_phase_ends_where_it_raises() -> None:
     def job(comm: Any) -> None:
-        wrapped = Metered(comm)
+        wrapped = MeteredComm(comm)
         with pytest.raises(ZeroDivisionError), wrapped.phase("broken"):
             raise ZeroDivisionError
         wrapped.all_gather(torch.ones(1))
@@ -112,10 +112,10 @@ def test_a_phase_ends_where_it_raises() -> None:
 
 def test_take_starts_again() -> None:
     def job(comm: Any) -> None:
-        wrapped = Metered(comm)
+        wrapped = MeteredComm(comm)
         wrapped.all_gather(torch.ones(3))
-        assert wrapped.take().sent_bytes == 12
-        assert wrapped.take().sent_bytes == 0
+        assert wrapped.pop().sent_bytes == 12
+        assert wrapped.pop().sent_bytes == 0
 
     run_local(2, job)
 
@@ -134,7 +134,7 @@ def test_traffics_add_up() -> None:
 
 def test_a_failure_is_passed_on() -> None:
     def job(comm: Any) -> None:
-        wrapped = Metered(comm)
+        wrapped = MeteredComm(comm)
         if comm.rank == 1:
             wrapped.fail(OSError("gone"))
         else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import MemorySink, Momentum, OkTopk
-from oktopk.select import num_selected
+from oktopk.selection import num_selected
 from tests.ddp.harness import Net, Worlds, attach, grads_of, loss_of, relative_error, same_weights_
 
 pytestmark = pytest.mark.processes

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import SettingError
-from oktopk.hook import check_alone_in_backward
+from oktopk.ddp.hook import check_alone_in_backward
 from tests.ddp.harness import Raised, Worlds, attach, error_of
 
 

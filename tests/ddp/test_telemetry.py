@@ -93,8 +93,8 @@ def test_what_is_delivered_is_somebodys_or_travelled_dense(recorded: list[Record
     biases = sum(parameter.numel() for name, parameter in Net().named_parameters() if name.endswith("bias"))
     for record in (record for seen in recorded for record in seen.records):
         assert record.world_size == 2
-        assert record.side_numel == (NUMEL if record.phase == "dense" else biases)
-        assert sum(record.nnz_by_owner) == record.nnz - record.side_numel
+        assert record.dense_tail_numel == (NUMEL if record.phase == "dense" else biases)
+        assert sum(record.nnz_by_owner) == record.nnz - record.dense_tail_numel
         assert len(record.nnz_by_owner) == (0 if record.phase == "dense" else 2)
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oktopk
 import oktopk.reducer
-from oktopk.algorithms.resident import can_stay
+from oktopk.cuda.step import supports_device_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 
@@ -41,7 +41,7 @@ ALGORITHMS = [
 def can_stay_anywhere(algorithm: Any, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the step would stay on a GPU: the one on the CPU that it is compared with is to be the same."""
     del device
-    return can_stay(algorithm, numel, dtype, torch.device("cuda"))
+    return supports_device_step(algorithm, numel, dtype, torch.device("cuda"))
 
 
 def reduce_steps(algorithm: oktopk.Algorithm, comm: oktopk.Comm, device: str) -> list[Tensor]:
@@ -156,7 +156,7 @@ def check_that_backward_may_draw_random_numbers(device: str) -> None:
     assert [record.step for record in seen.records] == list(range(48))
     densities = [1.0] * 3 + [0.25] * 12 + [0.1] * 18 + [0.02] * 15
     for record, density in zip(seen.records, densities, strict=True):
-        wanted = density * (record.numel - record.side_numel)
+        wanted = density * (record.numel - record.dense_tail_numel)
         assert not record.skipped
         assert density == 1.0 or 0.5 * wanted < record.nnz <= 1.5 * wanted, (record.step, record.nnz, wanted)
 
@@ -267,7 +267,7 @@ def work(rank: int, size: int, backend: str, folder: str) -> None:
             check_that_a_state_on_the_host_goes_on(device)
         for algorithm in ALGORITHMS:
             on_gpu = reduce_steps(algorithm, oktopk.ProcessGroupComm(), device)
-            oktopk.reducer.can_stay = can_stay_anywhere
+            oktopk.reducer.supports_device_step = can_stay_anywhere
             on_cpu = oktopk.run_local(size, lambda comm, a=algorithm: reduce_steps(a, comm, "cpu"))[rank]
             assert all(torch.equal(a, b) for a, b in zip(on_gpu, on_cpu, strict=True)), algorithm
         check_that_a_scaler_need_not_be_given(device)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oktopk.kernels import blocks
-from oktopk.kernels.blocks import PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
+from oktopk.cuda import reference as blocks
+from oktopk.cuda.reference import PIECE, RUN, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import even_cuts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,7 +27,7 @@ POISON = 0x5A5A5A
 @pytest.fixture
 def fast() -> ModuleType:
     """The kernels under test: this alone imports triton."""
-    from oktopk.kernels import triton
+    from oktopk.cuda import triton
 
     return triton
 
@@ -89,9 +89,9 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
         for wanted in {1, max(sample // 100, 1), max(sample, 1), sample + 1}:
             ours, theirs = threshold_of(float(POISON)), threshold_of(float(POISON))
             number = torch.tensor([wanted], device=DEVICE)
-            fast.aim(grad, held, rows, turn, stride, number, counts, ours)
+            fast.sample_threshold(grad, held, rows, turn, stride, number, counts, ours)
             assert not bool(counts.any())
-            blocks.aim(grad, held, rows, turn, stride, number, counts, theirs)
+            blocks.sample_threshold(grad, held, rows, turn, stride, number, counts, theirs)
             assert torch.equal(ours, theirs)
             if rows is None and wanted <= sample:
                 size = (held + grad.float()).abs()
@@ -102,8 +102,8 @@ def test_aim_and_measure(fast: ModuleType, numel: int, dtype: torch.dtype, kind:
     if rows is not None:
         other = rows_of(numel, kind)
         assert other is not None
-        fast.measure(grad, rows)
-        blocks.measure(grad, other)
+        fast.measure_rows(grad, rows)
+        blocks.measure_rows(grad, other)
         torch.testing.assert_close(rows.squares, other.squares)
         torch.testing.assert_close(rows.scale, other.scale)
 
@@ -115,8 +115,8 @@ def test_aim_where_all_are_alike(fast: ModuleType, value: float) -> None:
     for wanted in (1, len(score) // 2, len(score)):
         ours, theirs = threshold_of(float(POISON)), threshold_of(float(POISON))
         number = torch.tensor([wanted], device=DEVICE)
-        fast.aim_in(score, number, counts, ours)
-        blocks.aim_in(score, number, counts, theirs)
+        fast.select_threshold(score, number, counts, ours)
+        blocks.select_threshold(score, number, counts, theirs)
         assert torch.equal(ours, theirs)
         assert value * (1 - 2**-11) <= float(ours) <= value or wanted == len(score) or value < 1e-38
         assert not bool(counts.any())
@@ -132,8 +132,8 @@ def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype, kind: s
         room = room_for(density)
         one, other = poisoned(numel, room), poisoned(numel, room)
         acc, wanted = (torch.full((numel,), float(POISON), device=DEVICE) for _ in range(2))
-        fast.find(grad, held, acc, threshold_of(threshold), turn, one, rows)
-        blocks.find(grad, held, wanted, threshold_of(threshold), turn, other, rows)
+        fast.accumulate_compact(grad, held, acc, threshold_of(threshold), turn, one, rows)
+        blocks.accumulate_compact(grad, held, wanted, threshold_of(threshold), turn, other, rows)
         assert torch.equal(acc.view(torch.int32), wanted.view(torch.int32))
         assert_same(one, other)
         skewed = torch.tensor([0, numel // 7, numel // 7, numel // 3, numel])  # one region is empty
@@ -146,8 +146,8 @@ def test_find_and_send(fast: ModuleType, numel: int, dtype: torch.dtype, kind: s
             cuts, size = cuts.to(DEVICE), len(cuts) - 1
             words = blocks.HEADER_WORDS + 2 * capacity
             ours, theirs = (torch.full((size, words), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
-            fast.send(one, cuts, turn, ours, capacity, rows)
-            blocks.send(other, cuts, turn, theirs, capacity, rows)
+            fast.pack_blocks(one, cuts, turn, ours, capacity, rows)
+            blocks.pack_blocks(other, cuts, turn, theirs, capacity, rows)
             assert torch.equal(ours, theirs)
 
 
@@ -160,16 +160,16 @@ def test_ties_have_room_in_turn_behind_what_is_larger(fast: ModuleType, turn: in
     held[[3, 500, 5000, numel - 1]] = 1e6
     rows, when = rows_of(numel, kind), turn_of(turn)
     one, other = poisoned(numel, room), poisoned(numel, room)
-    fast.find_in(held, threshold_of(1.0), when, one, rows)
-    blocks.find_in(held, threshold_of(1.0), when, other, rows)
+    fast.compact(held, threshold_of(1.0), when, one, rows)
+    blocks.compact(held, threshold_of(1.0), when, other, rows)
     assert_same(one, other)
     assert int(one.count.max()) == room
     for size, capacity in ((1, 100), (3, 50), (3, 1), (2, 2000)):
         cuts = even_cuts(numel, size).to(DEVICE)
         words = blocks.HEADER_WORDS + 2 * capacity
         ours, theirs = (torch.full((size, words), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        fast.send(one, cuts, when, ours, capacity, rows)
-        blocks.send(other, cuts, when, theirs, capacity, rows)
+        fast.pack_blocks(one, cuts, when, ours, capacity, rows)
+        blocks.pack_blocks(other, cuts, when, theirs, capacity, rows)
         assert torch.equal(ours, theirs)
         sent = ours[:, blocks.HEADER_WORDS + capacity :].view(torch.float32)
         assert int((sent == 1e6).sum()) == (4 if capacity > 1 else 3)
@@ -181,8 +181,8 @@ def test_find_of_awkward_numbers(fast: ModuleType) -> None:
     held = torch.tensor(awkward * 300, device=DEVICE)
     for threshold in (0.0, 1e-45, 1e-40, 1.5, 3e38):
         one, other = poisoned(len(held), TILE), poisoned(len(held), TILE)
-        fast.find_in(held, threshold_of(threshold), turn_of(0), one)
-        blocks.find_in(held, threshold_of(threshold), turn_of(0), other)
+        fast.compact(held, threshold_of(threshold), turn_of(0), one)
+        blocks.compact(held, threshold_of(threshold), turn_of(0), other)
         assert_same(one, other)
         assert int(one.bad.sum()) == 3 * 300
 
@@ -197,20 +197,20 @@ def test_add_and_deliver(fast: ModuleType, dtype: torch.dtype, bad: bool) -> Non
     for rank in range(2):  # what this rank sent; what all owners kept, which has some of it and some more
         found = Found.make(numel, TILE, torch.device(DEVICE))
         held = made(numel, torch.float32, 5) * (1 if rank else made(numel, torch.float32, 6).abs() > 0.1)
-        blocks.find_in(held, threshold_of(4.0), turn_of(0), found)
+        blocks.compact(held, threshold_of(4.0), turn_of(0), found)
         packed.append(torch.zeros(size, words, dtype=torch.int32, device=DEVICE))
-        blocks.send(found, cuts, turn_of(0), packed[-1], capacity)
+        blocks.pack_blocks(found, cuts, turn_of(0), packed[-1], capacity)
     sent, gathered = packed
     if bad:  # counts whose sum is zero in 32 bits
         gathered[:, 1] = torch.tensor([2**31 - 1, 2**31 - 1, 2], dtype=torch.int32)
     region = torch.where(made(numel, torch.float32, 8) > 0, made(numel, torch.float32, 8), blocks.NOTHING)
     ours, theirs = region.clone(), region.clone()
-    fast.add(gathered[0], capacity, ours)
-    blocks.add(gathered[0], capacity, theirs)
+    fast.scatter_add(gathered[0], capacity, ours)
+    blocks.scatter_add(gathered[0], capacity, theirs)
     assert torch.equal(ours, theirs)
     had = [torch.full((capacity,), float(POISON), device=DEVICE) for _ in range(2)]
-    fast.claim(gathered[0], capacity, ours, had[0])
-    blocks.claim(gathered[0], capacity, theirs, had[1])
+    fast.gather_zero(gathered[0], capacity, ours, had[0])
+    blocks.gather_zero(gathered[0], capacity, theirs, had[1])
     assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
     assert torch.equal(had[0].view(torch.int32), had[1].view(torch.int32))
     held, start = made(numel, torch.float32, 9), made(numel, torch.float32, 10)
@@ -244,14 +244,14 @@ def test_blocks_that_cannot_be_are_marked_and_written_nowhere(fast: ModuleType, 
     results = []
     for kernels in (fast, blocks):
         marked = came.clone()
-        kernels.refuse(marked, cuts, capacity)
+        kernels.refuse_malformed(marked, cuts, capacity)
         shared = came.clone()
-        kernels.refuse(shared, cuts[1:3], capacity)
+        kernels.refuse_malformed(shared, cuts[1:3], capacity)
         whole = torch.zeros(4, numel + 2 * margin, device=DEVICE)
         region, out, acc, held = whole[:, margin:-margin]
         value = torch.full((capacity,), float(POISON), device=DEVICE)
-        kernels.add(came[0], capacity, region)
-        kernels.claim(came[1], capacity, region, value)
+        kernels.scatter_add(came[0], capacity, region)
+        kernels.gather_zero(came[1], capacity, region, value)
         unmarked = came.clone()
         unmarked[:, 1] = 0
         told = torch.zeros(6, dtype=torch.int32, device=DEVICE)
@@ -277,8 +277,8 @@ def test_settle(fast: ModuleType, dtype: torch.dtype, bad: int) -> None:
     for filling in (0.0, float("nan")):
         ours, theirs = (acc.clone(), out.clone()), (acc.clone(), out.clone())
         word = torch.tensor([bad], dtype=torch.int32, device=DEVICE)
-        fast.settle(word, ours[0], held, ours[1], filling)
-        blocks.settle(word, theirs[0], held, theirs[1], filling)
+        fast.rollback_if(word, ours[0], held, ours[1], filling)
+        blocks.rollback_if(word, theirs[0], held, theirs[1], filling)
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[0], held if bad else acc)
         torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed.distributed_test import DDPUnevenTestInput, DistributedTest, TestDistBackend
 
 import oktopk
-from oktopk.hook import _hook
+from oktopk.ddp.hook import _hook
 
 MADE: list[tuple[DistributedDataParallel, oktopk.Attached]] = []
 """The models are kept, so that they can be asked at the end whether gradients went through oktopk."""

@@ -19,10 +19,10 @@ from numba.core import config
 from torch import Tensor
 
 from oktopk import MalformedError, Sparse
-from oktopk.kernels import WORTH_COMPILING, compiled, reference
-from oktopk.packing import WIDTHS
-from oktopk.values import WIRES
-from oktopk.wire import HEADER_WORDS, Codec
+from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec.indices import WIDTHS
+from oktopk.codec.values import WIRES
+from oktopk.kernels import WORTH_COMPILING, numba_cpu, reference
 
 LENGTHS = (0, 1, 7, 127, 128, 129, 1000, 4096, 4097, WORTH_COMPILING - 1, WORTH_COMPILING + 3, 70_000)
 MARGIN = 64
@@ -104,39 +104,39 @@ class Fuzz:
 
     def over_all(self, numel: int, dtype: type) -> None:
         grad, held, bounds = self.numbers(numel, dtype), self.numbers(numel, dtype), self.bounds(numel)
-        for work, *more in ((compiled.accumulate,), (compiled.accumulate_seeing, *bounds)):
+        for work, *more in ((numba_cpu.accumulate,), (numba_cpu.accumulate_above, *bounds)):
             out, check = self.between_canaries(numel, dtype)
             self.attempt(work, grad, held, out, *more)
             check()
-        self.attempt(compiled.accumulate, grad[: numel // 2], held, torch.empty_like(held))
-        self.attempt(compiled.at_least, held, *bounds)
-        compiled.mean_squares(held, held, bounds[0])
+        self.attempt(numba_cpu.accumulate, grad[: numel // 2], held, torch.empty_like(held))
+        self.attempt(numba_cpu.at_least, held, *bounds)
+        numba_cpu.mean_squares(held, held, bounds[0])
         for k in (0, 1, max(numel // 50, 1), numel, numel + 1, -3):
-            found = self.attempt(compiled.kth_largest, held.abs(), k)
+            found = self.attempt(numba_cpu.kth_largest, held.abs(), k)
             assert found is None or found == reference.kth_largest(held.abs(), k)
-            self.attempt(compiled.kth_largest, held, k)
+            self.attempt(numba_cpu.kth_largest, held, k)
 
     def over_pairs(self, numel: int, dtype: type) -> None:
         many = [self.indices(int(self.rng.integers(numel + 1)), numel) for _ in range(self.rng.integers(1, 5))]
         value = [self.numbers(len(index), dtype) for index in many]
-        merged = self.attempt(compiled.merge, many, value)
+        merged = self.attempt(numba_cpu.merge, many, value)
         assert len(merged[0]) == len(merged[1]) <= sum(map(len, many))
-        assert len(compiled.shared(many[0], many[-1])) <= len(many[-1])
-        self.attempt(compiled.merge, many, [value[0][:-1], *value[1:]])
+        assert len(numba_cpu.shared(many[0], many[-1])) <= len(many[-1])
+        self.attempt(numba_cpu.merge, many, [value[0][:-1], *value[1:]])
         for index, what in ((many[0], value[0]), (many[0], value[0][:-1])):
             out, check = self.between_canaries(numel, dtype)
-            self.attempt(compiled.spread, index, what, out)
+            self.attempt(numba_cpu.spread, index, what, out)
             check()
 
     def over_packed(self, numel: int) -> None:
         width = int(self.rng.choice(WIDTHS))
         index = self.indices(int(self.rng.integers(numel + 1)), numel)
         if not len(index) or int(index[-1]) < 1 << 31:  # for longer vectors nothing is packed
-            packed = self.attempt(compiled.pack, index, width)
-            assert packed is None or torch.equal(compiled.unpack(*packed, width), index)
+            packed = self.attempt(numba_cpu.pack, index, width)
+            assert packed is None or torch.equal(numba_cpu.unpack(*packed, width), index)
         some, fits = self.any_bits(numel, np.uint8), numel * 8 // width
         for slots in (-1, 0, fits, fits + 1, int(self.rng.integers(fits + 1)), 2**31 - 1, -(2**31)):
-            found = self.attempt(compiled.unpack, some, slots, width)
+            found = self.attempt(numba_cpu.unpack, some, slots, width)
             assert found is None or torch.equal(found, reference.unpack(some, slots, width))
 
     def over_blocks(self) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk import MalformedError
-from oktopk.kernels import WORTH_COMPILING, Kernels, compiled, cpu, kernels_for, reference
-from oktopk.kernels.cpu import PIECE
+from oktopk.kernels import WORTH_COMPILING, Kernels, kernels_for, numba_cpu, numpy_cpu, reference
+from oktopk.kernels.numpy_cpu import PIECE
 from tests.laws import same_bits
 
 LENGTHS = [0, 1, 2, 1000, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3]
@@ -25,7 +25,7 @@ def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.fixture(params=[cpu, compiled], ids=["numpy", "numba"])
+@pytest.fixture(params=[numpy_cpu, numba_cpu], ids=["numpy", "numba"])
 def fast(request: pytest.FixtureRequest) -> Kernels:
     """The kernels that must give the reference's bits."""
     kernels: Kernels = request.param
@@ -33,8 +33,8 @@ def fast(request: pytest.FixtureRequest) -> Kernels:
 
 
 def test_the_cpu_has_its_own_and_other_devices_the_reference() -> None:
-    assert kernels_for(torch.zeros(WORTH_COMPILING)) is compiled
-    assert kernels_for(torch.zeros(9)) is cpu
+    assert kernels_for(torch.zeros(WORTH_COMPILING)) is numba_cpu
+    assert kernels_for(torch.zeros(9)) is numpy_cpu
     assert kernels_for(torch.zeros(9, device="meta")) is reference
 
 
@@ -60,7 +60,7 @@ def test_at_least_is_the_references(fast: Kernels, numel: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize("kernels", [cpu, compiled, reference], ids=["numpy", "numba", "reference"])
+@pytest.mark.parametrize("kernels", [numpy_cpu, numba_cpu, reference], ids=["numpy", "numba", "reference"])
 @given(values=st.lists(st.sampled_from(AWKWARD), max_size=30), threshold=st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.5]))
 def test_at_least_is_what_its_words_say(
     kernels: object, dtype: torch.dtype, values: list[float], threshold: float
@@ -85,7 +85,7 @@ def test_at_least_at_ties_across_pieces(fast: Kernels, dtype: torch.dtype) -> No
 def test_a_threshold_that_float32_cannot_hold_is_reached_by_nothing(threshold: float) -> None:
     """A scale times a score may be that large; it must be no warning and no overflow."""
     acc = torch.tensor([3e38, 1.0])
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         assert len(kernels.at_least(acc, [0, 2], [threshold])) == 0
 
 
@@ -134,7 +134,7 @@ def test_rows_have_floors_of_their_own(fast: Kernels, dtype: torch.dtype, row: i
         floors = [1 + i % 5 / 2 for i in range(len(bounds) - 1)]
         ours, theirs = torch.empty(20_003, dtype=dtype)[first:], torch.empty_like(held)
         found, wanted = (
-            k.accumulate_seeing(grad, held, o, bounds, floors) for k, o in ((fast, ours), (reference, theirs))
+            k.accumulate_above(grad, held, o, bounds, floors) for k, o in ((fast, ours), (reference, theirs))
         )
         assert found[0] == wanted[0]
         assert torch.equal(found[1], wanted[1])
@@ -168,7 +168,7 @@ def test_accumulate_does_not_take_large_for_infinite(fast: Kernels, value: float
 
 def test_accumulate_keeps_denormals_and_minus_zero() -> None:
     grad, held = torch.tensor([1e-45, -0.0, 0.0]), torch.tensor([1e-45, -0.0, -0.0])
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         out = torch.empty(3)
         assert kernels.accumulate(grad, held, out) == -1
         assert same_bits(out, torch.tensor([2.8e-45, -0.0, 0.0]))
@@ -177,13 +177,13 @@ def test_accumulate_keeps_denormals_and_minus_zero() -> None:
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("floor", [0.0, 0.5, 2.0, 2.5, 100.0])
-def test_accumulate_seeing_is_the_references(fast: Kernels, numel: int, dtype: torch.dtype, floor: float) -> None:
+def test_accumulate_above_is_the_references(fast: Kernels, numel: int, dtype: torch.dtype, floor: float) -> None:
     held = random(numel, dtype, seed=1)
     for narrow in NARROW[dtype]:
         grad = random(numel, narrow, seed=2)
         ours, theirs = torch.empty_like(held), torch.empty_like(held)
-        bad, index, value = fast.accumulate_seeing(grad, held, ours, [0, numel], [floor])
-        wanted = reference.accumulate_seeing(grad, held, theirs, [0, numel], [floor])
+        bad, index, value = fast.accumulate_above(grad, held, ours, [0, numel], [floor])
+        wanted = reference.accumulate_above(grad, held, theirs, [0, numel], [floor])
         assert bad == wanted[0] == -1
         assert same_bits(ours, theirs)
         assert torch.equal(index, wanted[1])
@@ -192,10 +192,10 @@ def test_accumulate_seeing_is_the_references(fast: Kernels, numel: int, dtype: t
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("at", [0, 7, 8, 1001, 1002])
-def test_accumulate_seeing_finds_the_first_that_is_not_finite(fast: Kernels, at: int, poison: float) -> None:
+def test_accumulate_above_finds_the_first_that_is_not_finite(fast: Kernels, at: int, poison: float) -> None:
     grad = random(1003, torch.float32)
     grad[at] = poison
-    assert fast.accumulate_seeing(grad, torch.zeros(1003), torch.empty(1003), [0, 1003], [3.0])[0] == at
+    assert fast.accumulate_above(grad, torch.zeros(1003), torch.empty(1003), [0, 1003], [3.0])[0] == at
 
 
 # ---- divide_
@@ -241,7 +241,7 @@ def sparse_parts(draw: st.DrawFn) -> list[tuple[Tensor, Tensor]]:
 def test_merge_is_the_references(parts: list[tuple[Tensor, Tensor]]) -> None:
     index, value = [part[0] for part in parts], [part[1] for part in parts]
     wanted = reference.merge(index, value)
-    for kernels in (cpu, compiled):
+    for kernels in (numpy_cpu, numba_cpu):
         merged = kernels.merge(index, value)
         assert torch.equal(merged[0], wanted[0])
         assert same_bits(merged[1], wanted[1])
@@ -250,7 +250,7 @@ def test_merge_is_the_references(parts: list[tuple[Tensor, Tensor]]) -> None:
 def test_merge_leaves_its_input_alone() -> None:
     """A part may be the only one, or lie in a block that arrived."""
     block = torch.arange(10.0)
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         kernels.merge([torch.arange(10), torch.arange(10)], [block, block])
         assert torch.equal(block, torch.arange(10.0))
 
@@ -263,7 +263,7 @@ def test_spread_writes_every_element(numel: int, dtype: torch.dtype) -> None:
         value = torch.arange(1, len(index) + 1).to(dtype)
         wanted = torch.zeros(numel, dtype=dtype)
         wanted[index] = value
-        for kernels in (reference, cpu, compiled):
+        for kernels in (reference, numpy_cpu, numba_cpu):
             out = torch.full((numel,), 77).to(dtype)
             kernels.spread(index, value, out)
             assert torch.equal(out, wanted)
@@ -272,7 +272,7 @@ def test_spread_writes_every_element(numel: int, dtype: torch.dtype) -> None:
 @given(held=st.sets(st.integers(0, 50)), index=st.sets(st.integers(0, 50)))
 def test_shared_is_what_its_words_say(held: set[int], index: set[int]) -> None:
     ours, asked = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in (held, index))
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         assert kernels.shared(ours, asked).tolist() == [place for place, i in enumerate(sorted(index)) if i in held]
 
 
@@ -281,13 +281,13 @@ def test_shared_is_what_its_words_say(held: set[int], index: set[int]) -> None:
 def test_kth_largest_is_that_of_the_sorted(dtype: torch.dtype, values: list[float]) -> None:
     score = torch.tensor(values, dtype=dtype).abs()
     ordered = sorted(score.tolist(), reverse=True)
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         assert [kernels.kth_largest(score, k) for k in range(1, len(values) + 1)] == ordered
 
 
 @pytest.mark.parametrize("index", [[], [3], [0, 1, 2], [0, 2, 2], [5, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]], ids=str)
 def test_is_increasing_is_what_its_words_say(index: list[int]) -> None:
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         assert kernels.is_increasing(torch.tensor(index, dtype=torch.int64)) == (index == sorted(set(index)))
 
 
@@ -301,13 +301,13 @@ def test_is_increasing_is_what_its_words_say(index: list[int]) -> None:
 def test_pack_and_unpack_are_the_references(width: int, gaps: list[int]) -> None:
     index = torch.tensor(gaps, dtype=torch.int64).cumsum(0)
     wanted, slots = reference.pack(index, width)
-    packed, num_slots = compiled.pack(index, width)
+    packed, num_slots = numba_cpu.pack(index, width)
     assert num_slots == slots
     assert torch.equal(
         packed, wanted[: len(packed)]
     )  # the reference fills its last slots up to whole bytes, with zeros
     assert not wanted[len(packed) :].any()
-    for kernels in (compiled, reference):
+    for kernels in (numba_cpu, reference):
         assert torch.equal(kernels.unpack(torch.nn.functional.pad(packed, (0, 4)), slots, width), index)
 
 
@@ -320,7 +320,7 @@ def test_a_nan_among_the_scores_is_refused(dtype: torch.dtype, sign: float) -> N
     """One with its sign bit set was counted behind the last bin."""
     score = random(20_000, dtype).abs()
     score[77] = math.copysign(math.nan, sign)
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         for k in (1, 200, len(score)):
             with pytest.raises(MalformedError, match="a score is NaN"):
                 kernels.kth_largest(score, k)
@@ -328,7 +328,7 @@ def test_a_nan_among_the_scores_is_refused(dtype: torch.dtype, sign: float) -> N
 
 @pytest.mark.parametrize("k", [0, -1, 4])
 def test_there_is_no_such_score(k: int) -> None:
-    for kernels in (cpu, compiled, reference):
+    for kernels in (numpy_cpu, numba_cpu, reference):
         with pytest.raises(MalformedError, match="k must be 1 to 3"):
             kernels.kth_largest(torch.ones(3), k)
 
@@ -337,14 +337,14 @@ def test_there_is_no_such_score(k: int) -> None:
 @pytest.mark.parametrize("slots", [-1, 2**31 - 1, -(2**31)])
 def test_slots_that_are_not_there_are_not_unpacked(width: int, slots: int) -> None:
     """-1 made room for none, and thousands were written."""
-    for kernels in (compiled, reference):
+    for kernels in (numba_cpu, reference):
         with pytest.raises(MalformedError, match=f"do not hold {slots} slots of {width} bits"):
             kernels.unpack(torch.zeros(20_000, dtype=torch.uint8), slots, width)
 
 
 @pytest.mark.parametrize("index", [[-1, 3], [5, 3], [10**6, 0], [3, 3]], ids=str)
 def test_indices_without_gaps_are_not_packed(index: list[int]) -> None:
-    for kernels in (compiled, reference):
+    for kernels in (numba_cpu, reference):
         with pytest.raises(MalformedError, match="strictly increasing"):
             kernels.pack(torch.tensor(index), 8)
 
@@ -352,23 +352,23 @@ def test_indices_without_gaps_are_not_packed(index: list[int]) -> None:
 @pytest.mark.parametrize("index", [[-1, 3], [5, 3], [0, 20_000]], ids=str)
 def test_what_lies_outside_is_not_spread(index: list[int]) -> None:
     with pytest.raises(MalformedError, match=r"within 0\.\.19999"):
-        compiled.spread(torch.tensor(index), torch.ones(2), torch.empty(20_000))
+        numba_cpu.spread(torch.tensor(index), torch.ones(2), torch.empty(20_000))
 
 
 @pytest.mark.parametrize("bounds", [[0, 11], [-1, 10], [0, 7, 5, 10], [0, 5, 10]], ids=str)
 def test_segments_outside_the_vector_are_refused(bounds: list[int]) -> None:
     floors = [1.0] if len(bounds) != 4 else [1.0] * 3
     with pytest.raises(MalformedError, match="bounds"):
-        compiled.at_least(torch.ones(10), bounds, floors)
+        numba_cpu.at_least(torch.ones(10), bounds, floors)
     with pytest.raises(MalformedError, match="bounds"):
-        compiled.accumulate_seeing(torch.ones(10), torch.ones(10), torch.ones(10), bounds, floors)
+        numba_cpu.accumulate_above(torch.ones(10), torch.ones(10), torch.ones(10), bounds, floors)
 
 
 def test_an_unaligned_result_is_not_streamed_to() -> None:
     """A store past the cache to an address that is no multiple of the element's size would be a fault."""
     whole = torch.zeros(4 * 20_001, dtype=torch.uint8)
     out = torch.frombuffer(whole.numpy().data, dtype=torch.float32, offset=1, count=20_000)
-    compiled.spread(torch.tensor([3, 19_999]), torch.tensor([1.0, 2.0]), out)
+    numba_cpu.spread(torch.tensor([3, 19_999]), torch.tensor([1.0, 2.0]), out)
     assert out.nonzero().view(-1).tolist() == [3, 19_999]
-    index = compiled.accumulate_seeing(torch.ones(20_000), torch.zeros(20_000), out, [0, 20_000], [1.0])[1]
+    index = numba_cpu.accumulate_above(torch.ones(20_000), torch.zeros(20_000), out, [0, 20_000], [1.0])[1]
     assert len(index) == 20_000

@@ -9,8 +9,8 @@ from typing import Any
 
 Record = dict[str, Any]
 SPLIT = ("data", "compute", "wait", "update")
-DENSE = {"side": "all_reduce"}
-SPARSE = {"exchange": "all_to_all", "gather": "all_gather", "side": "all_reduce", "agree": "all_gather"}
+DENSE = {"dense_tail": "all_reduce"}
+SPARSE = {"exchange": "all_to_all", "gather": "all_gather", "dense_tail": "all_reduce", "agree": "all_gather"}
 COMPUTING = ("accumulate", "select", "pack", "reduce", "apply")
 NUMEL, SIDE, DENSITY = 100_000, 500, 0.02
 
@@ -94,7 +94,7 @@ def make_rank(chance: random.Random, sparse: bool, norm: float | None) -> Record
             "calls": 2, "sent_bytes": sent, "received_bytes": sent, "sizes": [list(pair) for pair in sizes.items()],
         }  # fmt: skip
     by_phase = {name.split("/")[0]: made["sent_bytes"] for name, made in collectives.items()}
-    timed = (*COMPUTING, *by_phase) if sparse else ("side", "apply")
+    timed = (*COMPUTING, *by_phase) if sparse else ("dense_tail", "apply")
     return {
         "loss": chance.uniform(1, 9), "utterances": 8.0, "characters": 100.0, "sent_bytes": sum(by_phase.values()),
         "received_bytes": sum(by_phase.values()), "selected": chance.randint(1, 2000),

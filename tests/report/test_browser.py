@@ -172,7 +172,9 @@ def test_plots_have_the_data(browser: Any, pages: Path) -> None:
     assert [x for x, _ in known] == [step["step"] for step in steps]
     assert [y for _, y in known] == pytest.approx([step["loss"] for step in steps], rel=1e-6)
     sent = {trace["name"]: trace["y"] for trace in seen.plot("bytes-0")}
-    assert sent["side dense"] == pytest.approx([step["sent_by_phase"]["side"] for step in steps_of(FIRST)], rel=1e-6)
+    assert sent["side dense"] == pytest.approx(
+        [step["sent_by_phase"]["dense_tail"] for step in steps_of(FIRST)], rel=1e-6
+    )
 
 
 def test_the_rank_is_chosen(browser: Any, pages: Path) -> None:

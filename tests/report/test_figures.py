@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from oktopk.report.charts import charts_of, comparison_charts
 from oktopk.report.compare import common_goal, comparison_table
+from oktopk.report.format import shown
 from oktopk.report.report import RunReport, as_json, make_report
 from oktopk.report.run import Run
-from oktopk.report.shown import shown
 from oktopk.report.tables import Table, step_table
 from oktopk.train.cli import app
 from tests.report.synthetic import SIDE, SPLIT, Record, make_run, write_run
@@ -107,7 +107,7 @@ def bound_of(step: Record) -> float:
 def test_bytes_by_phase_of_the_algorithm(report: RunReport) -> None:
     table = rows(report.table("bytes"))
     sent = sum(step["sent_bytes"] for step in STEPS)
-    parts = ("exchange", "gather", "side", "agree", "headers")
+    parts = ("exchange", "gather", "dense_tail", "agree", "headers")
     for part in parts:
         by_step = {phase: [part_of(step, part) for step in steps] for phase, steps in PHASES.items()}
         assert table[part]["sent"] == sum(map(sum, by_step.values()))
@@ -138,7 +138,7 @@ def test_time(report: RunReport) -> None:
 
 
 def communication_of(rank: Record) -> tuple[float, float]:
-    travels = ("exchange", "gather", "agree", "side")
+    travels = ("exchange", "gather", "agree", "dense_tail")
     communication = sum(seconds for name, seconds in rank["seconds"].items() if name in travels)
     computing = sum(seconds for name, seconds in rank["seconds"].items() if name not in travels)
     return communication, computing + rank["compute"] + rank["update"]

@@ -17,10 +17,10 @@ from oktopk.errors import SettingError
 from oktopk.report import page
 from oktopk.report.charts import Group, Series, charts_of, extremes, thinned
 from oktopk.report.definitions import accounting, anchor, as_html
+from oktopk.report.format import shown
 from oktopk.report.page import chart_data, make_page, packed, unpacked
 from oktopk.report.report import make_report
 from oktopk.report.run import Run
-from oktopk.report.shown import shown
 from oktopk.report.tables import tables_of
 from oktopk.train.cli import app
 from tests.report.synthetic import make_run, write_run

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from oktopk import JsonlSink, StepRecord
-from oktopk.report.read import MetricsReader, NoRunError, read_records
+from oktopk.report.reader import MetricsReader, NoRunError, read_records
 from oktopk.report.report import RunReport, as_json, make_report
 from oktopk.report.run import load_run
 from oktopk.train.cli import app
@@ -136,8 +136,8 @@ def test_what_a_jsonl_sink_wrote(tmp_path: Path) -> None:
         sink.write(
             StepRecord(
                 step=number, phase="sparse", numel=100, wanted=10, selected=9, nnz=8, sparsity=0.92, world_size=2,
-                compression_ratio=12.5, nominal_bytes=64, sent_bytes=50, received_bytes=50, messages=1, side_numel=0,
-                seconds={"select": 0.1, "exchange": 0.3}, sent_by_phase={"exchange": 50},
+                compression_ratio=12.5, nominal_bytes=64, sent_bytes=50, received_bytes=50, messages=1,
+                seconds={"select": 0.1, "exchange": 0.3}, sent_by_phase={"exchange": 50}, dense_tail_numel=0,
             )
         )  # fmt: skip
     sink.close()

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from oktopk.errors import OktopkError
-from oktopk.report.read import read_records
+from oktopk.report.reader import read_records
 from oktopk.train.checkpoint import SHARED, find_last
 from oktopk.train.config import make_config
-from oktopk.train.place import STORE, Place
+from oktopk.train.dist import STORE, Place
 from oktopk.train.rundir import RunDir
 from oktopk.train.worker import Job, work
 

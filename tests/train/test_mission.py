@@ -13,7 +13,7 @@ import rich.console
 
 from oktopk.report.summary import summarise
 from oktopk.train.console import end_table, na
-from oktopk.train.health import shown
+from oktopk.train.divergence import shown
 from oktopk.train.metrics import Counts
 from oktopk.train.plan import Plan
 from tests.integrations.examples import run as run_python
@@ -32,7 +32,7 @@ ROWS: dict[str, list[str]] = {
         "test_mission.py::test_wer_may_pass_one",
     ],
     "the compressor could not tell the trainer": [
-        "../test_telemetry.py::test_the_record_of_a_sparse_step",
+        "../telemetry/test_record.py::test_the_record_of_a_sparse_step",
         "test_training.py::test_crossing_the_boundary",
         "test_mission.py::test_the_record_of_a_step_is_complete_from_the_first_one",
     ],
@@ -74,7 +74,7 @@ ROWS: dict[str, list[str]] = {
         "test_bad_input.py::test_bad_data_is_named_before_anything_starts",
     ],
     "mpirun -np 2, if everything else was right": [
-        "test_launch.py::",
+        "test_spawn.py::",
         "test_training.py::test_another_number_of_workers_goes_on_and_ends",
     ],
     "hung for ever": [

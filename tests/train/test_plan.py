@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.report.shown import megabytes
+from oktopk.report.format import megabytes
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
 from oktopk.train.plan import Plan, make_plan, travel_dense

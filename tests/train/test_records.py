@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.report.read import Record, read_records
+from oktopk.report.reader import Record, read_records
 from oktopk.report.summary import finite, mean, summarise
 from oktopk.train.records import MetricsFile, forget_from
+from oktopk.train.run_logger import RunLogger
 from oktopk.train.rundir import RunDir, RunError, write_text
-from oktopk.train.scribe import Scribe
 
 
 def step(number: int, **values: Any) -> Record:
@@ -183,12 +183,12 @@ def test_a_start_that_was_killed_is_forgotten(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
     for _ in range(2):
-        scribe = Scribe(run, 0)
-        scribe.start(workers=2)
+        run_logger = RunLogger(run, 0)
+        run_logger.start(workers=2)
         record = step(0)
         record.pop("kind")
-        scribe.step(**{**record, "lr": 0.1, "grad_norm": 1.0, "selected": 1, "nnz": 1, "threshold": None})
-        scribe.close()
+        run_logger.step(**{**record, "lr": 0.1, "grad_norm": 1.0, "selected": 1, "nnz": 1, "threshold": None})
+        run_logger.close()
     assert [record["kind"] for record in read_records(run.metrics)] == ["run", "step"]
 
 

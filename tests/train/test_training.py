@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import MismatchError, PeerError
-from oktopk.report.read import read_records
+from oktopk.report.reader import read_records
 from oktopk.report.report import make_report
 from oktopk.report.run import SPLIT, load_run
 from oktopk.report.summary import summary_of
@@ -29,7 +29,7 @@ from oktopk.train import checkpoint, loop
 from oktopk.train.config import Config
 from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.data.manifest import read_manifest
-from oktopk.train.health import DivergedError
+from oktopk.train.divergence import DivergedError
 from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from oktopk.codec.values import check_wire
 from oktopk.errors import InputError, MismatchError, NonFiniteError, within
 from oktopk.kernels.reference import is_finite
-from oktopk.plain import PASSING
-from oktopk.seen import Seen
-from oktopk.select import Ranking, largest, num_selected
+from oktopk.prefilter import Prefilter
+from oktopk.selection import Ranking, largest, num_selected
 from oktopk.sparse import Sparse
-from oktopk.values import check_wire
+from oktopk.state import TRANSIENT
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -62,7 +62,7 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepStats:
     """What a reduction did, in numbers: for its record.
 
     `pairs` is how many were delivered, None if all elements were; `owners` how many of them lie in each rank's region.
@@ -75,7 +75,7 @@ class Outcome:
     global_threshold: float | None = None
 
     @staticmethod
-    def of(reduced: Reduced, numel: int, state: Any) -> Outcome:
+    def of(reduced: Reduced, numel: int, state: Any) -> StepStats:
         """Count what was delivered of a vector of `numel`, and what was in between the state's cuts, if it has any."""
         pairs, owners, cuts = None, (), getattr(state, "cuts", None)
         if isinstance(reduced.sum, Sparse):
@@ -83,7 +83,7 @@ class Outcome:
             if isinstance(cuts, Tensor) and numel:
                 index = reduced.sum.index
                 owners = tuple(torch.searchsorted(index, cuts.to(index)).diff().tolist())
-        return Outcome(reduced.num_selected(numel), pairs, owners, reduced.threshold, reduced.global_threshold)
+        return StepStats(reduced.num_selected(numel), pairs, owners, reduced.threshold, reduced.global_threshold)
 
 
 class Algorithm(Protocol):
@@ -98,11 +98,11 @@ class Algorithm(Protocol):
 
 @dataclass
 class State:
-    """What the built-in algorithms keep between steps; `verdict` is this rank's word on its own input."""
+    """What the built-in algorithms keep between steps; `status` is this rank's word on its own input."""
 
     numel: int
     step: int = 0
-    verdict: int = 0
+    status: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,11 @@ class OkTopkState(State):
     threshold: float = 0.0
     global_threshold: float = 0.0
     floor: float = 0.0
-    seen: Seen | None = field(default=None, metadata=PASSING)
-    measured: Tensor | None = field(default=None, metadata=PASSING)
+    prefilter: Prefilter | None = field(default=None, metadata=TRANSIENT)
+    measured: Tensor | None = field(default=None, metadata=TRANSIENT)
 
 
-class Verdict:
+class InputStatus:
     """One number that says whether a rank's input can be reduced, and if not, why: reason + 4 * detail."""
 
     FINE = 0
@@ -150,45 +150,45 @@ class Verdict:
     @staticmethod
     def on(first_bad: int) -> int:
         """Return the verdict on a vector whose first NaN or Inf is at this index; -1: there is none."""
-        return Verdict.FINE if first_bad < 0 else Verdict.of(Verdict.NON_FINITE, first_bad)
+        return InputStatus.FINE if first_bad < 0 else InputStatus.of(InputStatus.NON_FINITE, first_bad)
 
     @staticmethod
-    def gather(verdict: int, device: torch.device, comm: Comm) -> list[int]:
+    def gather(status: int, device: torch.device, comm: Comm) -> list[int]:
         """Return every rank's verdict."""
         with comm.phase("agree"):
-            return [int(v) for v in comm.all_gather(torch.tensor([verdict], device=device)).view(-1).tolist()]
+            return [int(v) for v in comm.all_gather(torch.tensor([status], device=device)).view(-1).tolist()]
 
     @staticmethod
-    def detail(verdict: int) -> int:
+    def detail(status: int) -> int:
         """Return what a verdict says beside its reason."""
-        return verdict // 4
+        return status // 4
 
     @staticmethod
-    def raise_if_any(verdicts: Sequence[int], numel: int) -> None:
+    def raise_if_any(statuses: Sequence[int], numel: int) -> None:
         """Raise, on every rank alike, the error of the first rank that refuses its input."""
-        for rank, verdict in enumerate(verdicts):
-            reason, detail = verdict % 4, Verdict.detail(verdict)
-            if reason == Verdict.NON_FINITE:
+        for rank, status in enumerate(statuses):
+            reason, detail = status % 4, InputStatus.detail(status)
+            if reason == InputStatus.NON_FINITE:
                 raise NonFiniteError(
                     f"rank {rank}: the gradient plus its residual is not finite at index {detail} of {numel}; "
                     f"nothing was sent, and the residual is as it was before this step",
                     rank=rank,
                     index=detail,
                 )
-            if reason == Verdict.WRONG_NUMEL:
+            if reason == InputStatus.WRONG_NUMEL:
                 raise MismatchError(
                     f"rank {rank} came with {detail} elements, the state of this reducer is for {numel}"
                 )
-            if reason == Verdict.WRONG_DTYPE:
+            if reason == InputStatus.WRONG_DTYPE:
                 raise InputError(f"rank {rank} came with another dtype or device than at its first step")
 
 
-def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, verdict: int) -> Reduced:
+def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, status: int) -> Reduced:
     """Reduce, or raise on every rank, once all know all verdicts: from the algorithm's messages, or from ours."""
-    if getattr(algorithm, "carries_verdict", False):
-        state.verdict = verdict
+    if getattr(algorithm, "sends_input_status", False):
+        state.status = status
     else:
-        Verdict.raise_if_any(Verdict.gather(verdict, acc.device, comm), acc.numel())
+        InputStatus.raise_if_any(InputStatus.gather(status, acc.device, comm), acc.numel())
     reduced = algorithm.reduce(acc, state, comm)
     total = reduced.sum.value if isinstance(reduced.sum, Sparse) else reduced.sum
     if not is_finite(total):  # the same bits, so the same verdict, on every rank
@@ -202,11 +202,11 @@ def takes_segments(algorithm: Algorithm) -> bool:
     return any(parameter.name == "segments" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def look_out(algorithm: Algorithm, state: Any) -> Seen | None:
+def make_prefilter(algorithm: Algorithm, state: Any) -> Prefilter | None:
     """Return where the algorithm wants to be told what is large while acc is made; None if it does not."""
-    ask = getattr(algorithm, "look_out", None)
-    seen: Seen | None = None if ask is None or state is None else ask(state)
-    return seen
+    ask = getattr(algorithm, "make_prefilter", None)
+    prefilter: Prefilter | None = None if ask is None or state is None else ask(state)
+    return prefilter
 
 
 def observe(algorithm: Algorithm, state: Any, acc: Tensor, held: Tensor) -> None:

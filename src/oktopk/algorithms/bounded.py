@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, Verdict, fitting, taken_of
+from oktopk.algorithms.base import InputStatus, OkTopkState, Reduced, fitting, taken_of
+from oktopk.codec import Codec
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
 from oktopk.partition import even_cuts, rebalanced_cuts
-from oktopk.reduce import merge
-from oktopk.seen import Seen
-from oktopk.select import at_least, kth_largest, sampled_threshold, top_k, turns_first_
-from oktopk.sparse import Sparse
-from oktopk.wire import Codec
+from oktopk.prefilter import Prefilter
+from oktopk.selection import at_least, kth_largest, sampled_threshold, top_k, turns_first_
+from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -62,7 +61,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
     with comm.phase("pack"):
         blocks, sent, lost = _pack(wanted, capacity, state, codec)
     with comm.phase("exchange"):
-        arrived = comm.all_to_all_even(blocks)
+        arrived = comm.all_to_all(blocks)
     with comm.phase("reduce"):
         region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
         share = region.nnz if k == state.numel else math.ceil(demand / comm.size)
@@ -86,15 +85,15 @@ def room(k: int, slack: float, size: int) -> int:
 
 def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int) -> Sparse:
     """Return what reaches this step's threshold, which it sets; nothing of a refused input."""
-    seen, state.seen = state.seen, None
+    prefilter, state.prefilter = state.prefilter, None
     measured, state.measured = state.measured, None
-    if state.verdict != Verdict.FINE:
+    if state.status != InputStatus.FINE:
         return Sparse.empty(state.numel, acc)
     if measured is not None:
         # Each rank's own scales: an owner alone decides what it keeps, so nothing has to be agreed upon.
         state.ranking.rescale_(measured)
-        seen = None  # above floors of other scales
-    found = None if seen is None else _among_seen(seen, state, k)
+        prefilter = None  # above floors of other scales
+    found = None if prefilter is None else _among_seen(prefilter, state, k)
     if found is None:
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         state.floor = FALL * state.threshold
@@ -102,14 +101,14 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int) -> Spar
     return fitting(found, limit, state)
 
 
-def look_out(state: OkTopkState) -> Seen | None:
+def make_prefilter(state: OkTopkState) -> Prefilter | None:
     """Return where to note what the next acc has above the floor."""
-    return Seen(state.ranking.bounds.numpy(), state.ranking.thresholds(state.floor)) if state.floor else None
+    return Prefilter(state.ranking.bounds.numpy(), state.ranking.thresholds(state.floor)) if state.floor else None
 
 
-def _among_seen(seen: Seen, state: OkTopkState, k: int) -> Sparse | None:
+def _among_seen(prefilter: Prefilter, state: OkTopkState, k: int) -> Sparse | None:
     """Return what reaches this step's threshold, if all of it was seen; set the threshold, and the next floor."""
-    whole = seen.all_of(state.numel)
+    whole = prefilter.all_of(state.numel)
     if whole is None or len(whole[0]) < k:
         return None
     index, value = whole
@@ -128,7 +127,7 @@ def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tu
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
     fits = [fitting(part, capacity, state) for part in parts]
     lost = [
-        codec.encode_into_(block, fit, capacity, note=state.verdict or Verdict.of(Verdict.FINE, part.nnz))
+        codec.encode_into_(block, fit, capacity, note=state.status or InputStatus.of(InputStatus.FINE, part.nnz))
         for block, part, fit in zip(blocks, parts, fits, strict=True)
     ]
     rounding = [each for each in lost if each is not None]
@@ -144,8 +143,8 @@ def _sum(
         codec.decode(block, dtype, capacity, source=source, between=(low, high)) for source, block in enumerate(arrived)
     ]
     notes = [note for _, note in decoded]
-    Verdict.raise_if_any(notes, state.numel)
-    demands = [_within(Verdict.detail(note), high - low, source) for source, note in enumerate(notes)]
+    InputStatus.raise_if_any(notes, state.numel)
+    demands = [_within(InputStatus.detail(note), high - low, source) for source, note in enumerate(notes)]
     return merge([part for part, _ in decoded]), sum(demands)
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
-from oktopk.reduce import merge
-from oktopk.select import BAND, Ranking, at_least, gaussian_threshold, in_band, largest, sampled_threshold
-from oktopk.sparse import Sparse
-from oktopk.wire import Codec
+from oktopk.codec import Codec
+from oktopk.selection import BAND, Ranking, at_least, gaussian_threshold, in_band, largest, sampled_threshold
+from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -35,7 +34,7 @@ class GaussianK(Sparsifier):
             part = Sparse.pick(acc, taken)
             block = codec.encode(part)
         with comm.phase("gather"):
-            blocks = comm.exchange([block] * comm.size, most=codec.words(_most(k)))
+            blocks = comm.all_to_all_v([block] * comm.size, most=codec.words(_most(k)))
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1

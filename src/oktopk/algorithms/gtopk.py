@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, taken_of
-from oktopk.reduce import merge
-from oktopk.select import top_k
-from oktopk.sparse import Sparse
-from oktopk.wire import Codec
+from oktopk.codec import Codec
+from oktopk.selection import top_k
+from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -91,11 +90,11 @@ class _Tree:
 
     def _send(self, part: Sparse, to: int) -> None:
         with self.comm.phase("exchange"):
-            self.comm.swap(self.codec.encode(part, capacity=self.k), to, to, 0, part.index.device).wait()
+            self.comm.sendrecv(self.codec.encode(part, capacity=self.k), to, to, 0, part.index.device).wait()
 
     def _receive(self, source: int, like: Tensor) -> Sparse:
         with self.comm.phase("exchange"):
-            block = self.comm.swap(None, source, source, self.codec.words(self.k), like.device).wait()
+            block = self.comm.sendrecv(None, source, source, self.codec.words(self.k), like.device).wait()
         return self.codec.decode(block, like.dtype, self.k, source=source, sums=True)[0]
 
 

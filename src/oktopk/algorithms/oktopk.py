@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms import bounded, paper
+from oktopk.algorithms import bounded, oktopk_paper
 from oktopk.algorithms.base import OkTopkState, Reduced, num_wanted
+from oktopk.codec import Codec
+from oktopk.codec.values import WIRES
 from oktopk.errors import one_of, within
 from oktopk.partition import even_cuts
-from oktopk.seen import Seen
-from oktopk.select import Ranking, num_selected
-from oktopk.values import WIRES
-from oktopk.wire import Codec
+from oktopk.prefilter import Prefilter
+from oktopk.selection import Ranking, num_selected
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -72,7 +72,7 @@ class OkTopk:
         within("cap", self.cap, 1)
 
     @property
-    def carries_verdict(self) -> bool:
+    def sends_input_status(self) -> bool:
         """Whether the algorithm's own messages tell the ranks that one of them refuses its input."""
         return self.mode == "bounded"
 
@@ -88,12 +88,12 @@ class OkTopk:
             return Codec(numel, self.wire)
         return Codec(numel, "int8" if num_selected(numel, self.density) < numel else "fp32")
 
-    def look_out(self, state: OkTopkState) -> Seen | None:
+    def make_prefilter(self, state: OkTopkState) -> Prefilter | None:
         """Return where to note what may be selected while acc is made (bounded)."""
         if self.mode == "paper" or self.density > bounded.SPARSE_ENOUGH:
             return None
-        state.seen = bounded.look_out(state)
-        return state.seen
+        state.prefilter = bounded.make_prefilter(state)
+        return state.prefilter
 
     def observe(self, state: OkTopkState, acc: Tensor, held: Tensor) -> None:
         """Measure this step's gradient, acc - held, by segments, if that is due."""
@@ -106,11 +106,11 @@ class OkTopk:
         if self.mode == "bounded":
             reduced = bounded.reduce(acc, state, comm, codec, k, self.slack)
         else:
-            due = paper.Due(
+            due = oktopk_paper.Due(
                 repartition=state.step % self.repartition_every == 0,
                 rethreshold=state.step % self.rethreshold_every == 0,
             )
-            reduced = paper.reduce(acc, state, comm, codec, k, int(self.cap * k), due)
+            reduced = oktopk_paper.reduce(acc, state, comm, codec, k, int(self.cap * k), due)
         state.ranking.commit_()
         state.step += 1
         return reduced

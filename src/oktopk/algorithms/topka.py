@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
-from oktopk.reduce import merge
-from oktopk.select import top_k
-from oktopk.sparse import Sparse
-from oktopk.wire import Codec
+from oktopk.codec import Codec
+from oktopk.selection import top_k
+from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm

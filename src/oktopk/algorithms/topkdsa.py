@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
+from oktopk.codec import Codec
+from oktopk.codec.values import num_words, read, write_
 from oktopk.errors import MalformedError
 from oktopk.partition import even_cuts
-from oktopk.reduce import merge
-from oktopk.select import top_k
-from oktopk.sparse import Sparse
-from oktopk.values import num_words, read, write_
-from oktopk.wire import Codec
+from oktopk.selection import top_k
+from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -39,13 +38,13 @@ class TopkDSA(Sparsifier):
             parts = Sparse.pick(acc, taken).split(cuts)
             blocks = [codec.encode(part) for codec, part in zip(codecs, parts, strict=True)]
         with comm.phase("exchange"):
-            arrived = comm.exchange(blocks, most=mine.words(min(k, mine.numel)))
+            arrived = comm.all_to_all_v(blocks, most=mine.words(min(k, mine.numel)))
         with comm.phase("reduce"):
             region = merge([mine.decode(each, acc.dtype, source=source)[0] for source, each in enumerate(arrived)])
             block, lost = _encode_region(mine, region)
         with comm.phase("gather"):
             most = max(codec.value_words(codec.numel) for codec in codecs)
-            gathered = comm.exchange([block] * comm.size, most=most)
+            gathered = comm.all_to_all_v([block] * comm.size, most=most)
         with comm.phase("apply"):
             regions = [
                 _decode_region(codec, block, acc.dtype, owner)

@@ -14,18 +14,18 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from oktopk.bench import report
+from oktopk.bench.breakeven import sentences_of, verdicts_of
 from oktopk.bench.exchange import time_exchange
 from oktopk.bench.forecast import error_percent
 from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_methods
 from oktopk.bench.models import check_model
-from oktopk.bench.pays import sentences_of, verdicts_of
 from oktopk.bench.provenance import provenance
 from oktopk.bench.settings import Setting, make_settings
 from oktopk.bench.step import BOUND, time_step
 from oktopk.bench.suite import bar, measure, probe
 from oktopk.bench.tables import probe_table, split_of, table_of
+from oktopk.cli.errors import exit_on_error
 from oktopk.errors import SettingError, within
-from oktopk.oneline import errors_in_a_line
 
 LSTM_NUMEL = 27_569_568
 """The parameters of the paper's speech recogniser."""
@@ -78,7 +78,7 @@ def exchange(
 
     Example: sudo oktopk bench exchange --ranks 4 --mbit 100,1000,0 --out results
     """
-    with errors_in_a_line():
+    with exit_on_error():
         densities = _densities(density)
         entries = entries_of(parse_methods(methods), densities)
         settings, notes = _settings(ranks, mbit, delay_ms, loss)
@@ -121,7 +121,7 @@ def step(
 
     Example: sudo oktopk bench step --model wide --mbit 1000 --methods default,powersgd-1 --out results
     """
-    with errors_in_a_line():
+    with exit_on_error():
         densities = _densities(density)
         entries = [BOUND, *entries_of(parse_methods(methods), densities)]
         settings, notes = _settings(ranks, mbit, delay_ms, loss)
@@ -149,7 +149,7 @@ def probe_command(
 
     Example: sudo oktopk bench probe --ranks 4 --mbit 100
     """
-    with errors_in_a_line():
+    with exit_on_error():
         densities = _densities(density)
         entries = entries_of(parse_methods(methods), densities)
         settings, notes = _settings(ranks, mbit, delay_ms, loss)

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from oktopk.algorithms import Algorithm
 from oktopk.bench.gradients import make_pool
 from oktopk.bench.hooks import hook_powersgd, wrap
-from oktopk.bench.laps import Contender, Lap, Laps, take_turns
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
-from oktopk.comm import Metered, ProcessGroupComm
+from oktopk.bench.rounds import Candidate, Sample, Samples, take_turns
+from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.reducer import Reducer
 
 MATRIX_SIDE = 2048
 """PowerSGD works on matrices: the gradient is given to it as matrices of at most so many rows and columns."""
 
 
-def time_exchange(numel: int, entries: Sequence[Entry], laps: Laps) -> list[list[Lap]]:
+def time_exchange(numel: int, entries: Sequence[Entry], laps: Samples) -> list[list[Sample]]:
     """Return the laps of each entry on this rank."""
     pool, scratch = make_pool(numel), torch.zeros(numel)
     return take_turns([make_contender(entry, pool, scratch) for entry in entries], laps)
 
 
-def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Contender:
+def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Candidate:
     """Return what exchanges the gradients of `pool` in turn; all but PowerSGD share `scratch` for their results."""
     method = METHODS[entry.method]
     if isinstance(method, Ours):
@@ -50,7 +50,7 @@ class _Reduction:
     def run(self, turn: int) -> None:
         self.reducer.all_reduce(self.pool[turn % len(self.pool)], out=self.out)
 
-    def account(self) -> Lap:
+    def account(self) -> Sample:
         assert self.reducer.last is not None
         return {"record_bytes": self.reducer.last.sent_bytes, "parts": dict(self.reducer.last.seconds)}
 
@@ -59,7 +59,7 @@ class _Sum:
     """`all_reduce` in place, as DDP would do it; the gradient is in its bucket already, and nothing divides by P."""
 
     def __init__(self, pool: Sequence[Tensor], scratch: Tensor) -> None:
-        self.pool, self.buffer, self.comm = pool, scratch, Metered(ProcessGroupComm())
+        self.pool, self.buffer, self.comm = pool, scratch, MeteredComm(ProcessGroupComm())
 
     def prepare(self, turn: int) -> None:
         self.buffer.copy_(self.pool[turn % len(self.pool)])
@@ -67,15 +67,15 @@ class _Sum:
     def run(self, turn: int) -> None:  # noqa: ARG002
         self.comm.all_reduce(self.buffer)
 
-    def account(self) -> Lap:
-        return {"record_bytes": self.comm.take().sent_bytes, "parts": {}}
+    def account(self) -> Sample:
+        return {"record_bytes": self.comm.pop().sent_bytes, "parts": {}}
 
 
 class _CastSum:
     """Cast into a narrower buffer that is there already, `all_reduce` that, and cast back."""
 
     def __init__(self, dtype: torch.dtype, pool: Sequence[Tensor], scratch: Tensor) -> None:
-        self.pool, self.out, self.comm = pool, scratch, Metered(ProcessGroupComm())
+        self.pool, self.out, self.comm = pool, scratch, MeteredComm(ProcessGroupComm())
         self.narrow = torch.zeros(len(scratch), dtype=dtype)
 
     def prepare(self, turn: int) -> None:
@@ -86,8 +86,8 @@ class _CastSum:
         self.comm.all_reduce(self.narrow)
         self.out.copy_(self.narrow)
 
-    def account(self) -> Lap:
-        return {"record_bytes": self.comm.take().sent_bytes, "parts": {}}
+    def account(self) -> Sample:
+        return {"record_bytes": self.comm.pop().sent_bytes, "parts": {}}
 
 
 class _LowRank:
@@ -108,7 +108,7 @@ class _LowRank:
     def run(self, turn: int) -> None:
         self.model(self.grads[turn % len(self.grads)]).backward()
 
-    def account(self) -> Lap:
+    def account(self) -> Sample:
         return {"record_bytes": None, "parts": {}}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
 from oktopk.bench.probe import Times, computing_numel, sum_name
+from oktopk.codec import WORD_BYTES
 from oktopk.cost import Call, Cost, Machine, exactly, predict, ring_words
-from oktopk.wire import WORD_BYTES
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from oktopk.algorithms import Algorithm, make_algorithm
+from oktopk.codec.values import WIRES
 from oktopk.errors import SettingError, one_of
-from oktopk.values import WIRES
 
 
 @dataclass(frozen=True)

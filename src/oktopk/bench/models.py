@@ -26,7 +26,7 @@ MODELS: Mapping[str, str] = MappingProxyType(
     {
         "lstman4": "oktopk.train.models.synthetic:lstman4",
         "an4-small": "oktopk.train.models.synthetic:an4_small",
-        "wide": "oktopk.bench.wide:wide",
+        "wide": "oktopk.bench.wide_mlp:wide",
     }
 )
 

@@ -18,11 +18,11 @@ from oktopk.algorithms import Algorithm
 from oktopk.bench.gradients import make_pool
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
 from oktopk.bench.stopwatch import Stopwatch
+from oktopk.codec import WORD_BYTES
 from oktopk.comm import Comm, ProcessGroupComm
 from oktopk.cost import ring_words
 from oktopk.reducer import Reducer
-from oktopk.select import num_selected
-from oktopk.wire import WORD_BYTES
+from oktopk.selection import num_selected
 
 SHARE = 2
 """Computing is timed on numel / SHARE elements; on much fewer it would fit into a cache."""
@@ -94,20 +94,20 @@ def _pair_calls(words: int, comm: Comm) -> Iterable[_Call]:
 
     def to_all(words: int) -> Callable[[], object]:
         blocks, counts = torch.zeros(words * comm.size, dtype=torch.int32), [words] * comm.size
-        return lambda: comm.all_to_all(blocks, counts, counts)
+        return lambda: comm.all_to_all_single(blocks, counts, counts)
 
     def evenly(words: int) -> Callable[[], object]:
         blocks = torch.zeros(comm.size, words, dtype=torch.int32)
-        return lambda: comm.all_to_all_even(blocks)
+        return lambda: comm.all_to_all(blocks)
 
-    def swap(words: int) -> Callable[[], object]:
+    def sendrecv(words: int) -> Callable[[], object]:
         block, to, source = torch.zeros(words, dtype=torch.int32), comm.rank + 1, comm.rank - 1
-        return lambda: comm.swap(block, to % comm.size, source % comm.size, words).wait()
+        return lambda: comm.sendrecv(block, to % comm.size, source % comm.size, words).wait()
 
     yield _Call("all_gather", gather(1), gather(words), words * (comm.size - 1))
-    yield _Call("all_to_all", to_all(1), to_all(words), words * (comm.size - 1))
-    yield _Call("all_to_all_even", evenly(1), evenly(words), words * (comm.size - 1))
-    yield _Call("swap", swap(1), swap(words), words)
+    yield _Call("all_to_all_single", to_all(1), to_all(words), words * (comm.size - 1))
+    yield _Call("all_to_all", evenly(1), evenly(words), words * (comm.size - 1))
+    yield _Call("sendrecv", sendrecv(1), sendrecv(words), words)
 
 
 def _sum_call(numel: int, dtype: torch.dtype, comm: Comm) -> _Call:

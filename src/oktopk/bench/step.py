@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.bench.hooks import hook_cast, hook_powersgd, wrap
-from oktopk.bench.laps import Lap, Laps, take_turns
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours, PowerSgd
 from oktopk.bench.models import Model, load_model
-from oktopk.ddp import Attached, attach
+from oktopk.bench.rounds import Sample, Samples, take_turns
+from oktopk.ddp.attach import Attached, attach
 
 BOUND = Entry("no exchange")
 """Forward and backward under no_sync(): what no method can beat."""
@@ -27,7 +27,7 @@ POOL = 3
 """Batches made in advance and used in turn."""
 
 
-def time_step(model: str, batch: int, entries: Sequence[Entry], laps: Laps) -> list[list[Lap]]:
+def time_step(model: str, batch: int, entries: Sequence[Entry], laps: Samples) -> list[list[Sample]]:
     """Return the laps of each entry on this rank."""
     loaded = load_model(model)
     steps = [_Step(entry, loaded, batch) for entry in entries]
@@ -63,7 +63,7 @@ class _Step:
             loss.backward()  # type: ignore[no-untyped-call]
         self.forward_s, self.backward_s = between - start, time.perf_counter() - between
 
-    def account(self) -> Lap:
+    def account(self) -> Sample:
         parts = {"forward": self.forward_s, "backward": self.backward_s}
         record = self.attached.last if self.attached else None
         if record is None:

@@ -52,19 +52,19 @@ class Stopwatch(Collectives):
         """See `Comm`."""
         return self.paused(lambda: self._comm.all_gather(block))
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
-        return self.paused(lambda: self._comm.all_to_all(blocks, send, receive))
+        return self.paused(lambda: self._comm.all_to_all_single(blocks, send, receive))
 
-    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+    def all_to_all(self, blocks: Tensor) -> Tensor:
         """See `Comm`."""
-        return self.paused(lambda: self._comm.all_to_all_even(blocks))
+        return self.paused(lambda: self._comm.all_to_all(blocks))
 
-    def swap(
+    def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:
         """See `Comm`."""
-        return _Paused(self, self.paused(lambda: self._comm.swap(block, to, source, size, device)))
+        return _Paused(self, self.paused(lambda: self._comm.sendrecv(block, to, source, size, device)))
 
     def fail(self, error: BaseException) -> None:
         """See `Comm`."""

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from oktopk.bench.forecast import Forecast, make_forecast
-from oktopk.bench.laps import WARM_UP, Laps
 from oktopk.bench.methods import Entry
 from oktopk.bench.netlab import LabError
 from oktopk.bench.probe import probe_rank
 from oktopk.bench.processes import run_processes, threads_for
+from oktopk.bench.rounds import WARM_UP, Samples
 from oktopk.bench.settings import Setting
 from oktopk.bench.summary import rows_of
 from oktopk.errors import SettingError
@@ -33,7 +33,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Return what `work(*args, entries, laps)` measured on every rank of the setting, a row for each entry."""
     with tempfile.TemporaryDirectory() as folder:
-        laps = Laps(rounds=rounds, seconds=seconds, in_lab=setting.mbit is not None, lap_file=f"{folder}/laps")
+        laps = Samples(rounds=rounds, seconds=seconds, in_lab=setting.mbit is not None, lap_file=f"{folder}/laps")
         with _shown(progress, str(setting), Path(laps.lap_file), (WARM_UP + rounds) * len(entries)):
             ranks = in_setting(setting, work, *args, entries, laps)
     return {

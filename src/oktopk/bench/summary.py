@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from oktopk.bench.laps import WARM_UP, Lap
 from oktopk.bench.methods import BF16, DENSE, Entry
 from oktopk.bench.processes import spread
+from oktopk.bench.rounds import WARM_UP, Sample
 
 Row = dict[str, Any]
 """One method (and density) in one setting."""
 
 
-def rows_of(entries: Sequence[Entry], ranks: Sequence[Sequence[Sequence[Lap]]]) -> list[Row]:
+def rows_of(entries: Sequence[Entry], ranks: Sequence[Sequence[Sequence[Sample]]]) -> list[Row]:
     """Return a row for each entry, given each rank's laps of each entry."""
     several = len({entry.density for entry in entries} - {None}) > 1
     rows = [
@@ -41,7 +41,7 @@ def _name(entry: Entry, several: bool) -> str:
     return f"{entry.method} {entry.density:g}" if several and entry.density is not None else entry.method
 
 
-def _row(entry: Entry, ranks: Sequence[Sequence[Lap]]) -> Row:
+def _row(entry: Entry, ranks: Sequence[Sequence[Sample]]) -> Row:
     """Return one entry's figures, given its laps by rank: each lap is its slowest rank's."""
     slowest = [max(laps, key=lambda lap: float(lap["seconds"])) for laps in zip(*ranks, strict=True)]
     counted = slowest[WARM_UP:]
@@ -57,13 +57,13 @@ def _row(entry: Entry, ranks: Sequence[Sequence[Lap]]) -> Row:
     }
 
 
-def _most(ranks: Sequence[Sequence[Lap]], what: str) -> float | None:
+def _most(ranks: Sequence[Sequence[Sample]], what: str) -> float | None:
     """Return the median lap of the rank that has most; None where nobody counts it."""
     counted = [[lap[what] for lap in laps[WARM_UP:]] for laps in ranks]
     return None if counted[0][0] is None else max(median(laps) for laps in counted)
 
 
-def _parts(laps: Sequence[Lap]) -> dict[str, float]:
+def _parts(laps: Sequence[Sample]) -> dict[str, float]:
     """Return the median seconds of each part, as the slowest rank has them."""
     names = dict.fromkeys(name for lap in laps for name in lap["parts"])
     return {name: median(lap["parts"].get(name, 0.0) for lap in laps) for name in names}

@@ -2,7 +2,7 @@
 
 from oktopk.comm.base import Comm, Pending
 from oktopk.comm.local import LocalComm, run_local
-from oktopk.comm.metered import Metered, Traffic
+from oktopk.comm.metered import MeteredComm, Traffic
 from oktopk.comm.process_group import ProcessGroupComm
 
-__all__ = ["Comm", "LocalComm", "Metered", "Pending", "ProcessGroupComm", "Traffic", "run_local"]
+__all__ = ["Comm", "LocalComm", "MeteredComm", "Pending", "ProcessGroupComm", "Traffic", "run_local"]

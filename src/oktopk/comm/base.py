@@ -51,19 +51,19 @@ class Comm(Protocol):
     def all_gather(self, block: Tensor) -> Tensor:
         """Return all ranks' blocks, of one size, in rank order: shape (P, len(block))."""
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send the first `send[0]` elements to rank 0, and so on; return what came, `receive[0]` from rank 0 first."""
 
-    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+    def all_to_all(self, blocks: Tensor) -> Tensor:
         """Send row i to rank i; return what came, rank 0's row first. Rows are of one size, on all ranks."""
 
-    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
+    def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank.
 
         A rank that announces a block of more than `most` elements, or of fewer than none, is refused.
         """
 
-    def swap(
+    def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:
         """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words from `source` (0: nothing).
@@ -88,26 +88,26 @@ class Collectives:
         """See `Comm`."""
         raise NotImplementedError
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
         raise NotImplementedError
 
-    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+    def all_to_all(self, blocks: Tensor) -> Tensor:
         """See `Comm`."""
         sizes = [blocks.shape[1]] * self.size
-        return self.all_to_all(blocks.view(-1), sizes, sizes).view_as(blocks)
+        return self.all_to_all_single(blocks.view(-1), sizes, sizes).view_as(blocks)
 
-    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
+    def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """See `Comm`."""
         send = [len(block) for block in blocks]
         ones = [1] * self.size
         sizes = torch.tensor(send, dtype=torch.int64, device=blocks[0].device)
-        receive = self.all_to_all(sizes, ones, ones).tolist()
+        receive = self.all_to_all_single(sizes, ones, ones).tolist()
         for source, size in enumerate(receive):  # room is made for them
             if size < 0 or (most is not None and size > most):
                 limit = "more" if most is None else f"to {most}"
                 raise MalformedError(f"it announces a block of {size} elements, where it can be 0 {limit}", source)
-        return list(torch.split(self.all_to_all(torch.cat(list(blocks)), send, receive), receive))
+        return list(torch.split(self.all_to_all_single(torch.cat(list(blocks)), send, receive), receive))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """See `Comm`: where nothing can be started, it is done at once."""

@@ -67,7 +67,7 @@ class LocalComm(Collectives):
         """See `Comm`."""
         return torch.stack(self._share("all_gather", block.clone(), block.shape))
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
         every = self._meeting.meet(self.rank, "all_to_all", torch.split(blocks.clone(), list(send)))
         came = [parts[self.rank] for parts in every]
@@ -75,7 +75,7 @@ class LocalComm(Collectives):
             raise MismatchError(f"rank {self.rank} waits for {list(receive)}, sent are {[len(p) for p in came]}")
         return torch.cat(came)
 
-    def swap(
+    def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> _Letter:
         """See `Comm`."""

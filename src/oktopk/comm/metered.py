@@ -1,4 +1,4 @@
-"""`Metered`: counts what passes through a comm, from outside, so that no algorithm counts for itself."""
+"""`MeteredComm`: counts what passes through a comm, from outside, so that no algorithm counts for itself."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Traffic:
         self.sizes.setdefault(key, Counter()).update(size for size in sent if size)
 
 
-class Metered:
+class MeteredComm:
     """A comm that counts. `take()` returns the traffic since the last `take()`."""
 
     def __init__(self, comm: Comm) -> None:
@@ -96,7 +96,7 @@ class Metered:
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
 
-    def take(self) -> Traffic:
+    def pop(self) -> Traffic:
         """Return what was counted, and start again."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
@@ -130,41 +130,41 @@ class Metered:
         self._count("all_gather", sent, sum(sent), start)
         return result
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
         start = time.perf_counter()
-        result = self._comm.all_to_all(blocks, send, receive)
+        result = self._comm.all_to_all_single(blocks, send, receive)
         width = blocks.element_size()
         sent = [count * width for peer, count in enumerate(send) if peer != self.rank]
-        self._count("all_to_all", sent, (sum(receive) - receive[self.rank]) * width, start)
+        self._count("all_to_all_single", sent, (sum(receive) - receive[self.rank]) * width, start)
         return result
 
-    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+    def all_to_all(self, blocks: Tensor) -> Tensor:
         """See `Comm`."""
         start = time.perf_counter()
-        result = self._comm.all_to_all_even(blocks)
+        result = self._comm.all_to_all(blocks)
         sent = [blocks[0].nbytes] * (self.size - 1)
         self._count("all_to_all", sent, sum(sent), start)
         return result
 
-    def exchange(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
+    def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """See `Comm`."""
         start = time.perf_counter()
-        result = self._comm.exchange(blocks, most)
+        result = self._comm.all_to_all_v(blocks, most)
         ours = [block.numel() * block.element_size() for peer, block in enumerate(blocks) if peer != self.rank]
         theirs = [block.numel() * block.element_size() for peer, block in enumerate(result) if peer != self.rank]
         sizes = [torch.int64.itemsize] * (self.size - 1)
-        self._count("exchange", [*sizes, *ours], sum(sizes) + sum(theirs), start)
+        self._count("all_to_all_v", [*sizes, *ours], sum(sizes) + sum(theirs), start)
         return result
 
-    def swap(
+    def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:
         """See `Comm`."""
         start = time.perf_counter()
-        pending = self._comm.swap(block, to, source, size, device)
+        pending = self._comm.sendrecv(block, to, source, size, device)
         sent = [] if block is None else [block.numel() * block.element_size()]
-        self._count("swap", sent, size * torch.int32.itemsize, start)
+        self._count("sendrecv", sent, size * torch.int32.itemsize, start)
         return pending
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -182,7 +182,7 @@ class Metered:
 class _Phase:
     """A phase of a step, timed. Not a generator: a step on a GPU takes tens of microseconds of the host, in all."""
 
-    def __init__(self, metered: Metered, name: str) -> None:
+    def __init__(self, metered: MeteredComm, name: str) -> None:
         self._metered, self._name = metered, name
 
     def __enter__(self) -> None:

@@ -50,17 +50,17 @@ class ProcessGroupComm(Collectives):
             _all_gather(out, block.contiguous(), group=self.group)
         return out.view(self.size, len(block))
 
-    def all_to_all(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Comm`."""
         out = blocks.new_empty(sum(receive))
         with self._naming_the_culprit():
             dist.all_to_all_single(out, blocks.contiguous(), list(receive), list(send), group=self.group)
         return out
 
-    def all_to_all_even(self, blocks: Tensor) -> Tensor:
+    def all_to_all(self, blocks: Tensor) -> Tensor:
         """See `Comm`: large rows one by one, all at the same time, since gloo's collective uses half the link."""
         if not self._is_gloo() or blocks.is_cuda or blocks[0].nbytes < LARGE_BYTES:  # its send knows no GPU
-            return super().all_to_all_even(blocks)
+            return super().all_to_all(blocks)
         arriving = torch.empty_like(blocks)
         arriving[self.rank] = blocks[self.rank]
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
@@ -72,7 +72,7 @@ class ProcessGroupComm(Collectives):
                     work.wait()
         return arriving
 
-    def swap(
+    def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> _UnderWay:
         """See `Comm`."""

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from oktopk.cli.errors import FAILED
 from oktopk.doctor import FAIL, INFO, NOTE, OK, Finding, examine
 from oktopk.doctor.text import is_well, object_of, verdict_of
-from oktopk.oneline import FAILED
 
 STYLES = {INFO: "", OK: "green", NOTE: "yellow", FAIL: "bold red"}
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import oktopk
 from oktopk.algorithms import OkTopk
-from oktopk.algorithms.resident import LEAST_TRITON, can_stay
 from oktopk.bench.processes import num_cores
 from oktopk.bench.provenance import processor
+from oktopk.cuda.step import LEAST_TRITON, supports_device_step
 from oktopk.doctor.finding import NOTE, OK, Finding
 from oktopk.kernels import WORTH_COMPILING, kernels_for
 
@@ -105,14 +105,18 @@ def _why_no_numba() -> str:
     if version_of("numba") is None:
         return "numba is not installed"
     try:
-        importlib.import_module("oktopk.kernels.compiled")
+        importlib.import_module("oktopk.kernels.numba_cpu")
     except ImportError as error:
         return f"numba cannot be imported ({error})"
     return "numba was found only now"
 
 
 def _of_gpu(device: torch.device) -> Iterator[Finding]:
-    stays = [name for name, algorithm in STAYING.items() if can_stay(algorithm, LSTM_NUMEL, torch.float32, device)]
+    stays = [
+        name
+        for name, algorithm in STAYING.items()
+        if supports_device_step(algorithm, LSTM_NUMEL, torch.float32, device)
+    ]
     others = ", ".join(name for name in STAYING if name not in stays)
     if stays:
         yield Finding("kernels", str(device), f"triton: steps stay on the device with {', '.join(stays)}", OK)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import OkTopk
-from oktopk.algorithms.resident import can_stay
+from oktopk.codec.indices import WIDTHS
 from oktopk.comm import Comm, run_local
+from oktopk.cuda import reference as blocks
+from oktopk.cuda.reference import HEADER_WORDS, TILE, Found, bins
+from oktopk.cuda.step import supports_device_step
 from oktopk.doctor.finding import FAIL, OK, Finding, raising_is_failing
 from oktopk.doctor.here import RESIDENT
-from oktopk.kernels import WORTH_COMPILING, Kernels, blocks, kernels_for, reference
-from oktopk.kernels.blocks import HEADER_WORDS, TILE, Found, bins
-from oktopk.packing import WIDTHS
+from oktopk.kernels import WORTH_COMPILING, Kernels, kernels_for, reference
 from oktopk.partition import even_cuts
 from oktopk.reducer import Reducer
 
@@ -43,8 +44,8 @@ def kernels(device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         wrong = [line for size in SIZES for line in _differences(size, seed)]
         sizes, against = SIZES, "the reference"
-    elif can_stay(RESIDENT, NUMEL, torch.float32, device):
-        fast = importlib.import_module("oktopk.kernels.triton")
+    elif supports_device_step(RESIDENT, NUMEL, torch.float32, device):
+        fast = importlib.import_module("oktopk.cuda.triton")
         wrong = [line for size in GPU_SIZES for line in _triton_differences(fast, size, seed, device)]
         sizes, against = GPU_SIZES, "plain torch"
     else:
@@ -107,9 +108,9 @@ def _accumulate(use: Kernels, given: Inputs) -> Results:
     return use.accumulate(given.grad, given.held, out), out
 
 
-def _accumulate_seeing(use: Kernels, given: Inputs) -> Results:
+def _accumulate_above(use: Kernels, given: Inputs) -> Results:
     out = torch.empty_like(given.held)
-    return (*use.accumulate_seeing(given.grad, given.held, out, given.bounds, given.floors), out)
+    return (*use.accumulate_above(given.grad, given.held, out, given.bounds, given.floors), out)
 
 
 def _at_least(use: Kernels, given: Inputs) -> Results:
@@ -147,7 +148,7 @@ def _pack(use: Kernels, given: Inputs) -> Results:
 
 KERNELS: dict[str, Callable[[Kernels, Inputs], Results]] = {
     "accumulate": _accumulate,
-    "accumulate_seeing": _accumulate_seeing,
+    "accumulate_above": _accumulate_above,
     "at_least": _at_least,
     "kth_largest": _kth_largest,
     "merge": _merge,
@@ -194,15 +195,15 @@ def _found_by(use: Any, grad: Tensor, held: Tensor) -> dict[str, Tensor]:
     threshold = torch.zeros(1, device=device)
     wanted = torch.tensor([max(numel // 100, 1)], device=device)
     turn = torch.tensor([3], dtype=torch.int32, device=device)
-    use.aim(grad, held, None, turn, 1, wanted, bins(device), threshold)
+    use.sample_threshold(grad, held, None, turn, 1, wanted, bins(device), threshold)
     found, acc = Found.make(numel, TILE, device), torch.empty_like(held)
-    use.find(grad, held, acc, threshold, turn, found)
+    use.accumulate_compact(grad, held, acc, threshold, turn, found)
     capacity = max(numel // 50, 1)
     message = torch.zeros(RANKS, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device)
-    use.send(found, even_cuts(numel, RANKS).to(device), turn, message, capacity)
+    use.pack_blocks(found, even_cuts(numel, RANKS).to(device), turn, message, capacity)
     region = torch.zeros(numel, device=device)
-    use.add(message[0], capacity, region)
-    return {"aim": threshold, "find": acc, "send": message, "add": region}
+    use.scatter_add(message[0], capacity, region)
+    return {"sample_threshold": threshold, "accumulate_compact": acc, "pack_blocks": message, "scatter_add": region}
 
 
 # ---- an exchange

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import OkTopk
-from oktopk.algorithms.resident import can_stay
 from oktopk.bench.gradients import heavy_tailed
 from oktopk.bench.threads import torch_threads
+from oktopk.cuda.reference import Found, room_for
+from oktopk.cuda.step import supports_device_step
 from oktopk.doctor.finding import NOTE, OK, Finding, raising_is_failing
 from oktopk.doctor.here import LSTM_NUMEL, RESIDENT
 from oktopk.kernels import kernels_for
-from oktopk.kernels.blocks import Found, room_for
 
 ROUNDS, LIMIT_S = 9, 0.4
 SAMPLE = 100_000
@@ -56,13 +56,13 @@ def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callabl
     numel, device = len(held), held.device
     sample = (held + grad)[:: max(numel // SAMPLE, 1)].abs()
     threshold = sample.topk(max(int(density * len(sample)), 1)).values[-1:].clone()
-    if can_stay(RESIDENT, numel, held.dtype, device):
-        fast = importlib.import_module("oktopk.kernels.triton")
+    if supports_device_step(RESIDENT, numel, held.dtype, device):
+        fast = importlib.import_module("oktopk.cuda.triton")
         found = Found.make(numel, room_for(density), device)
         turn = torch.zeros(1, dtype=torch.int32, device=device)
-        return lambda: fast.find(grad, held, acc, threshold, turn, found)
+        return lambda: fast.accumulate_compact(grad, held, acc, threshold, turn, found)
     kernels, floors = kernels_for(acc), threshold.tolist()
-    return lambda: kernels.accumulate_seeing(grad, held, acc, [0, numel], floors)
+    return lambda: kernels.accumulate_above(grad, held, acc, [0, numel], floors)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

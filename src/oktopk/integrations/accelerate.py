@@ -10,7 +10,7 @@ from typing import Any
 
 from oktopk import ddp
 from oktopk.algorithms import Algorithm
-from oktopk.ddp import Attached
+from oktopk.ddp.attach import Attached
 from oktopk.integrations.shared import ddp_of, load_beside, save_beside
 
 try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oktopk.algorithms import Algorithm
-from oktopk.ddp import Attached, attach
+from oktopk.ddp.attach import Attached, attach
 from oktopk.integrations.shared import ddp_of
 
 try:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.checkpoint import load_distributed, save_distributed
-from oktopk.ddp import Attached
+from oktopk.ddp.attach import Attached
+from oktopk.ddp.checkpoint import load_distributed, save_distributed
 from oktopk.errors import SettingError
 
 FOLDER = "oktopk"

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from oktopk.kernels import cpu, reference
+from oktopk.kernels import numpy_cpu, reference
 from oktopk.kernels.reference import Ends, Floors
 
 WORTH_COMPILING = 1 << 14
@@ -25,7 +25,7 @@ class Kernels(Protocol):
     def accumulate(self, grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
         """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
 
-    def accumulate_seeing(
+    def accumulate_above(
         self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
     ) -> tuple[int, Tensor, Tensor]:
         """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what.
@@ -68,13 +68,13 @@ def kernels_for(tensor: Tensor) -> Kernels:
     """Return the fastest kernels for a tensor of this size, where it is."""
     if tensor.device.type != "cpu":
         return reference
-    return cpu if tensor.numel() < WORTH_COMPILING else _compiled()
+    return numpy_cpu if tensor.numel() < WORTH_COMPILING else _compiled()
 
 
 @cache
 def _compiled() -> Kernels:
     """Return the compiled kernels, if numba is installed."""
     try:
-        return cast(Kernels, importlib.import_module("oktopk.kernels.compiled"))
+        return cast(Kernels, importlib.import_module("oktopk.kernels.numba_cpu"))
     except ImportError:
-        return cpu
+        return numpy_cpu

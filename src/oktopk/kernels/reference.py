@@ -25,7 +25,7 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
     return -1 if is_finite(out) else first_nonfinite(out)
 
 
-def accumulate_seeing(
+def accumulate_above(
     grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
 ) -> tuple[int, Tensor, Tensor]:
     """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""

@@ -239,10 +239,10 @@ def _thresholds(run: Run, places: _Places) -> Chart:
 
 
 def _bytes(run: Run, places: _Places) -> Chart:
-    order = ("exchange", "gather", "side", "headers", "agree")
+    order = ("exchange", "gather", "dense_tail", "headers", "agree")
     parts = run.bytes_by_part()
     named = [name for name in order if name in parts] + [name for name in parts if name not in order]
-    shown = {"side": "side dense"}
+    shown = {"dense_tail": "side dense"}
     stack = [Series(shown.get(name, name), parts[name], name, "area") for name in named]
     lines = [
         Series("dense would send", run.dense_bytes, "muted", "dash"),
@@ -268,7 +268,7 @@ def _messages(run: Run) -> Chart:
         counts = dict.fromkeys(span, 0)
         for size, count in made.sizes.items():
             counts[_bin(size)] += count
-        color = phase if phase in (*PAIRS, "agree", "side") else f"run{i}"
+        color = phase if phase in (*PAIRS, "agree", "dense_tail") else f"run{i}"
         bars = Series(f"{phase}: {collective}", floats(counts.values()), color, "bar")
         groups.append(Group({STEP: floats(span)}, [bars]))
     return Chart(

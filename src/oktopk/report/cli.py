@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from oktopk.cli.errors import exit_on_error
 from oktopk.errors import SettingError
-from oktopk.oneline import errors_in_a_line
 from oktopk.report import page
 from oktopk.report.export import write_csv
 from oktopk.report.report import as_json, make_report
@@ -36,7 +36,7 @@ def report(
 
     A run that still goes on, failed, or left a damaged file is shown as far as it got, and the report says so.
     """
-    with errors_in_a_line():
+    with exit_on_error():
         if text or as_object or csv:
             if text and as_object:
                 raise SettingError("--text and --json both write to stdout: choose one")
@@ -65,7 +65,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Look once, and leave.")] = False,
 ) -> None:
     """Follow a run in this terminal until it ends; Ctrl-C leaves it to itself."""
-    with errors_in_a_line():
+    with exit_on_error():
         follow(run, Console(), every, once)
 
 

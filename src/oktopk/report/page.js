@@ -5,7 +5,7 @@
   const charts = JSON.parse(document.getElementById("data").textContent);
   const CYCLE = ["blue", "orange", "green", "purple", "red", "teal", "pink", "yellow"];
   const NAMED = {
-    exchange: "blue", gather: "teal", side: "purple", headers: "yellow", agree: "pink", accumulate: "muted",
+    exchange: "blue", gather: "teal", dense_tail: "purple", headers: "yellow", agree: "pink", accumulate: "muted",
     select: "green", pack: "yellow", reduce: "orange", apply: "red",
     data: "yellow", compute: "blue", wait: "red", update: "green",
   };

@@ -15,9 +15,9 @@ from oktopk import __version__
 from oktopk.errors import SettingError
 from oktopk.report.charts import AXES, Chart, Group, thinned
 from oktopk.report.definitions import anchor, as_html
+from oktopk.report.format import shown
 from oktopk.report.report import Report
 from oktopk.report.run import Floats
-from oktopk.report.shown import shown
 
 NEEDED = ("jinja2", "plotly", "markdown_it")
 MOST_POINTS, FEWEST_POINTS = 1000, 40

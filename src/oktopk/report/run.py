@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.report.read import VERSION, MetricsReader, Record, metrics_of
+from oktopk.codec import HEADER_WORDS, WORD_BYTES
+from oktopk.report.reader import VERSION, MetricsReader, Record, metrics_of
 from oktopk.telemetry import PHASES
-from oktopk.wire import HEADER_WORDS, WORD_BYTES
 
 Floats = NDArray[np.float64]
 
 SPLIT = ("data", "compute", "wait", "update")
 SPLIT_NAMES = {"data": "data", "compute": "forward and backward", "wait": "wait for the exchange", "update": "update"}
 
-COMMUNICATION = ("exchange", "gather", "agree", "side")
+COMMUNICATION = ("exchange", "gather", "agree", "dense_tail")
 """Phases in which messages travel; the exchange's others compute."""
 
 PAIRS = ("exchange", "gather")

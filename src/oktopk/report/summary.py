@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.report.read import Record
+from oktopk.report.reader import Record
 from oktopk.report.run import SPLIT, Floats, Run
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oktopk.report.format import megabytes, shown
 from oktopk.report.run import COMMUNICATION, SPLIT, SPLIT_NAMES, Floats, Run
-from oktopk.report.shown import megabytes, shown
 from oktopk.report.summary import finite, mean, phases_of, quotient, summary_of, total, whole_total
 
 TRAINING, EXCHANGE = "training", "exchange"

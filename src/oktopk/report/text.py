@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 
-from oktopk.report.notes import Note
+from oktopk.report.format import shown
 from oktopk.report.report import Report, RunReport
-from oktopk.report.shown import shown
 from oktopk.report.tables import Card, Table
+from oktopk.report.warnings import Note
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 MOST_TURNED = 8

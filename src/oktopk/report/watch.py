@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from oktopk.report.notes import notes_of
-from oktopk.report.read import METRICS, MetricsReader, NoRunError
+from oktopk.report.format import seconds, shown
+from oktopk.report.reader import METRICS, MetricsReader, NoRunError
 from oktopk.report.run import ENDS, SPLIT, SPLIT_NAMES, Floats, Run
-from oktopk.report.shown import seconds, shown
 from oktopk.report.summary import mean, quotient, summary_of
 from oktopk.report.text import as_line
+from oktopk.report.warnings import notes_of
 
 EVERY_S = 1.0
 RECENT = 20

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from oktopk.errors import StateError
+from oktopk.train.collectives import all_or_none
 from oktopk.train.rundir import RunDir, write_text, writing
-from oktopk.train.together import all_or_none
 
 VERSION = 1
 LAST, BEST = "last", "best"

@@ -15,22 +15,22 @@ from rich.table import Table
 
 import oktopk
 from oktopk.bench.cli import app as bench_app
+from oktopk.cli.errors import exit_on_error
 from oktopk.doctor.cli import doctor
 from oktopk.errors import OktopkError, PeerError, SettingError
-from oktopk.oneline import errors_in_a_line
 from oktopk.report.cli import report, watch
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
 from oktopk.train.data.cli import app as data_app
 from oktopk.train.data.folder import TRAIN_MANIFEST
-from oktopk.train.health import DivergedError
-from oktopk.train.launch import start_workers
-from oktopk.train.launchers import find_place
-from oktopk.train.place import Place
+from oktopk.train.dist import Place
+from oktopk.train.dist_env import find_place
+from oktopk.train.divergence import DivergedError
+from oktopk.train.legacy_flags import modern
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
 from oktopk.train.rundir import RunDir
-from oktopk.train.spellings import modern
+from oktopk.train.spawn import start_workers
 from oktopk.train.worker import Job, pick_device, threads_of, work
 
 app = typer.Typer(
@@ -149,7 +149,7 @@ def train(
         "on_nonfinite": on_nonfinite,
     }  # fmt: skip
     given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
-    with errors_in_a_line(_rank(), failed=(DivergedError, PeerError)):
+    with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
         given |= parse_pairs(set_ or [])
         place = find_place(os.environ)
         job, workers = _resumed(resume, given) if resume else _fresh(recipe, given, runs, name)
@@ -169,7 +169,7 @@ def train(
 @app.command(hidden=True)
 def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> None:
     """Be one of the workers that `train` started."""
-    with errors_in_a_line(_rank(), failed=(DivergedError, PeerError)):
+    with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
         place = find_place(os.environ)
         assert place is not None
         folder = RunDir.open(run)

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from oktopk.report.read import Record
+from oktopk.report.format import megabytes
+from oktopk.report.reader import Record
 from oktopk.report.run import SPLIT
-from oktopk.report.shown import megabytes
-from oktopk.train.health import shown
+from oktopk.train.divergence import shown
 from oktopk.train.plan import Plan
 
 LINES_PER_EPOCH = 4

@@ -17,25 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.report.format import megabytes
 from oktopk.report.run import SPLIT
-from oktopk.report.shown import megabytes
 from oktopk.report.summary import finite
 from oktopk.telemetry import PHASES, StepRecord
 from oktopk.train import checkpoint
+from oktopk.train.collectives import all_or_none, check_same_weights, gather, share_buffers, total
 from oktopk.train.config import Config, Rates
 from oktopk.train.console import Console
 from oktopk.train.corpus import Corpus
 from oktopk.train.data.loader import Batch, Batches
-from oktopk.train.health import DivergedError, Health, largest_gradient, nonfinite_message
+from oktopk.train.dist import Place
+from oktopk.train.divergence import DivergedError, Health, largest_gradient, nonfinite_message
 from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
-from oktopk.train.place import Place
 from oktopk.train.plan import Plan, travel_dense
 from oktopk.train.records import by_rank_of
 from oktopk.train.rng import rng_state, set_rng_state
-from oktopk.train.scribe import Scribe
-from oktopk.train.together import all_or_none, check_same_weights, gather, share_buffers, total
+from oktopk.train.run_logger import RunLogger
 
 NEVER = 10**9
 """Dense steps of a run whose compressor is dense."""
@@ -66,9 +66,9 @@ class Trainer:
     """One worker of a run. All workers make one, and call its methods alike."""
 
     def __init__(
-        self, config: Config, place: Place, corpus: Corpus, plan: Plan, scribe: Scribe, console: Console
+        self, config: Config, place: Place, corpus: Corpus, plan: Plan, run_logger: RunLogger, console: Console
     ) -> None:
-        self.config, self.place, self.plan, self.scribe, self.console = config, place, plan, scribe, console
+        self.config, self.place, self.plan, self.run_logger, self.console = config, place, plan, run_logger, console
         self.device = torch.device(plan.device)
         self.train_batches, self.val_batches = self._batches(corpus)
         torch.manual_seed(config.seed)
@@ -120,8 +120,8 @@ class Trainer:
             self.sparse.load_pending(*(own["oktopk"][name] for name in ("residual", "velocity", "step")))
         else:
             self.sparse.load_state_dict(own["oktopk"])
-        self.scribe.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
-        self.scribe.event("resume", self.progress.step, f"resumed from {folder.name}")
+        self.run_logger.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
+        self.run_logger.event("resume", self.progress.step, f"resumed from {folder.name}")
         if "generators" in own:  # at another number of workers there are none to go on with
             set_rng_state(own["generators"], self.device)
 
@@ -133,8 +133,8 @@ class Trainer:
                     self._run_epoch()
         finally:
             self.sparse.detach()
-        self.scribe.event("end", self.progress.step, f"the run reached its end at step {self.progress.step}")
-        return self.scribe.finish()
+        self.run_logger.event("end", self.progress.step, f"the run reached its end at step {self.progress.step}")
+        return self.run_logger.finish()
 
     def _is_over(self) -> bool:
         """Whether `max_steps` ends the run, amid an epoch maybe."""
@@ -231,7 +231,7 @@ class Trainer:
             self._warn_or_stop("exploded", step, exploded)
 
     def _warn_or_stop(self, event: str, step: int, message: str) -> None:
-        self.scribe.event(event, step, message)
+        self.run_logger.event(event, step, message)
         if self.config.on_nonfinite == "stop":  # one rank tells it, all end
             raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
         self.console.warn(message)
@@ -242,7 +242,7 @@ class Trainer:
         if loss is not None:
             progress.loss_sum, progress.loss_count = progress.loss_sum + loss, progress.loss_count + 1
         by_rank = [by_rank_of(row) for row in ranks]
-        record = self.scribe.step(
+        record = self.run_logger.step(
             **asdict(replace(made, buckets=())),
             epoch=progress.epoch,
             loss=loss,
@@ -272,7 +272,7 @@ class Trainer:
             f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, compression ratio {ratio}, "
             f"{megabytes(made.sent_bytes)} sent where a dense step sends {megabytes(self.plan.dense_bytes)}"
         )
-        self.scribe.event("first-sparse", made.step, message)
+        self.run_logger.event("first-sparse", made.step, message)
         self.console.say(message)
 
     def _end_epoch(self, seconds: float) -> None:
@@ -280,7 +280,7 @@ class Trainer:
         last = progress.epoch + 1 == self.config.max_epochs or self._is_over()
         due = last or (progress.epoch + 1) % self.config.validate_every == 0
         figures: dict[str, float | None] = self._validate() if due else {"val_loss": None, "wer": None, "cer": None}
-        record = self.scribe.epoch(
+        record = self.run_logger.epoch(
             epoch=progress.epoch,
             step=progress.step,
             train_loss=progress.train_loss,
@@ -319,8 +319,8 @@ class Trainer:
             "digest": digest,
         }
         own = {"oktopk": self.sparse.state_dict(), "generators": rng_state(self.device)}
-        folder = checkpoint.save(self.scribe.run, self.progress.step, shared, own, best)
-        self.scribe.log(f"step {self.progress.step}: checkpoint {folder.name}, weights {digest}")
+        folder = checkpoint.save(self.run_logger.run, self.progress.step, shared, own, best)
+        self.run_logger.log(f"step {self.progress.step}: checkpoint {folder.name}, weights {digest}")
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float | None]:

@@ -10,14 +10,14 @@ from rich.table import Table
 from torch import nn
 
 from oktopk.algorithms import Algorithm, OkTopk
-from oktopk.algorithms.resident import can_stay
+from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
-from oktopk.ddp import small_or_vector
-from oktopk.report.shown import megabytes
-from oktopk.select import num_selected
+from oktopk.cuda.step import supports_device_step
+from oktopk.ddp.attach import small_or_vector
+from oktopk.report.format import megabytes
+from oktopk.selection import num_selected
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
-from oktopk.wire import WORD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Plan:
         asks = config.momentum_correction or config.clip_place == "local"
         if asks or not isinstance(algorithm, OkTopk):
             return algorithm
-        stays = can_stay(algorithm, self.sparse_numel, torch.float32, torch.device(self.device))
+        stays = supports_device_step(algorithm, self.sparse_numel, torch.float32, torch.device(self.device))
         return replace(algorithm, wire="fp32") if stays else algorithm
 
     @property

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from oktopk.report.read import Record, read_records
+from oktopk.report.reader import Record, read_records
 from oktopk.report.run import SPLIT
 from oktopk.report.summary import finite
 from oktopk.telemetry import PHASES

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 
 from oktopk.errors import SettingError
-from oktopk.report.read import VERSION
+from oktopk.report.reader import VERSION
 from oktopk.train import checkpoint, corpus
+from oktopk.train.collectives import all_or_none, lost_peers_named, share
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
+from oktopk.train.dist import Place
 from oktopk.train.loop import Trainer
-from oktopk.train.place import Place
 from oktopk.train.plan import Plan, make_plan
 from oktopk.train.recipes import load_recipe
+from oktopk.train.run_logger import RunLogger
 from oktopk.train.rundir import RunDir
-from oktopk.train.scribe import Scribe
-from oktopk.train.together import all_or_none, lost_peers_named, share
 
 NOT_LEARNING = frozenset(
     {"compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction", "sparse_momentum"}
@@ -68,18 +68,18 @@ def work(job: Job, place: Place) -> dict[str, Any]:
 
 
 def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
-    scribe, console = Scribe(run, place.rank), Console(place.rank, job.config.max_epochs)
-    scribe.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
+    run_logger, console = RunLogger(run, place.rank), Console(place.rank, job.config.max_epochs)
+    run_logger.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
     try:
         with lost_peers_named():
-            trainer = Trainer(job.config, place, data, plan, scribe, console)
+            trainer = Trainer(job.config, place, data, plan, run_logger, console)
             _open(job, trainer, run, plan)
             summary = trainer.run()
     except BaseException as error:
-        scribe.failed(f"ended by {type(error).__name__}: {error}")
+        run_logger.failed(f"ended by {type(error).__name__}: {error}")
         raise
     finally:
-        scribe.close()
+        run_logger.close()
     reference = reference_of(job.config)
     console.out.print(end_table(summary, plan, reference))
     console.say(f"everything is in {run.path}\nnext: {_next_command(job.config, run)}")
@@ -95,7 +95,7 @@ def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
         trainer.console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
         return
     trainer.console.out.print(plan.table())
-    trainer.scribe.start(
+    trainer.run_logger.start(
         version=VERSION,
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         config=vars(job.config),
@@ -107,7 +107,7 @@ def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
         dense_bytes=plan.dense_bytes,
     )
     if plan.warning is not None:
-        trainer.scribe.event("warning", 0, plan.warning)
+        trainer.run_logger.event("warning", 0, plan.warning)
         trainer.console.warn(plan.warning)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oktopk.oneline import errors_in_a_line
+from oktopk.cli.errors import exit_on_error
 from oktopk.train.data.an4 import Part, import_an4
 from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.data.grammar import Grammar
@@ -53,7 +53,7 @@ def an4(
 
     Example: oktopk data an4 an4_raw.bigendian.tar.gz --out data/an4
     """
-    with errors_in_a_line():
+    with exit_on_error():
         imported = import_an4(source, out, force=force)
     for warning in imported.warnings:
         _stderr().print(f"[bold yellow]WARNING[/] {escape(warning)}", soft_wrap=True)
@@ -73,7 +73,7 @@ def check(
 
     Example: oktopk data check data/an4/an4_train_manifest.csv
     """
-    with errors_in_a_line():
+    with exit_on_error():
         problems = check_manifest(manifest)
         summary = "" if problems else _summary(manifest)
     if problems:
@@ -102,7 +102,7 @@ def synth_an4(
 
     Example: oktopk data synth-an4 --out data/synth --grammar commands --utterances 256 --val 64
     """
-    with errors_in_a_line():
+    with exit_on_error():
         made = make_speech(out, utterances, seed, val, jobs, grammar)
     how = "there already, the same settings: nothing to do" if made.cached else "made"
     typer.echo(f"{made.utterances} + {made.val_utterances} utterances in {out}, {how}")

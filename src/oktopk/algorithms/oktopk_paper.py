@@ -1,0 +1,269 @@
+"""One step of Ok-Topk as the paper has it (Algorithm 1), in its order.
+
+    n     length of the vector                   P     ranks
+    k     elements wanted                        acc   gradient + residual
+    tau   steps between repartitions             tau'  steps between exact thresholds
+    region i = [cuts[i], cuts[i + 1]), owner = rank i
+
+`docs/paper-map.md` leads from the paper's lines to these functions, `docs/differences.md` says where we depart and why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms.base import OkTopkState, Reduced, fitting, taken_of
+from oktopk.codec import Codec
+from oktopk.errors import MalformedError
+from oktopk.partition import balanced_cuts, consensus
+from oktopk.selection import (
+    at_least,
+    exact_threshold,
+    in_band,
+    in_turn,
+    kth_largest_by_sketch,
+    kth_largest_of_all,
+    sampled_threshold,
+    turns_first_,
+)
+from oktopk.sparse import Sparse, merge
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm, Pending
+
+BUCKET_PAIRS = 1 << 16
+"""Pairs in one message of split-and-reduce: a bucket is unpacked while the next one travels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """What this step makes anew, before it selects: the partition (every tau), thresholds (every tau')."""
+
+    repartition: bool
+    rethreshold: bool
+
+
+def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, cap: int, due: Due) -> Reduced:
+    """Return about k pairs: the largest of the sum of what the ranks selected, at most `cap`."""
+    with comm.phase("agree"):
+        _agree_on_scales_(state, acc.device, comm)
+    with comm.phase("select"):
+        selected = _select_locally(acc, state, k, cap, due.rethreshold)
+        sent = selected.index
+    with comm.phase("agree"):
+        if due.repartition:
+            state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
+    region, lost = _split_and_reduce(selected, state.cuts, cap, codec, comm)
+    with comm.phase("agree"):
+        kept, sizes = _select_globally(region, state, k, cap, due.rethreshold, comm)
+    total, returned = _balance_and_allgather(kept, sizes, codec, comm)
+    with comm.phase("apply"):
+        taken, rounding = taken_of(sent, lost, total)
+    return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold, rounding)
+
+
+def _agree_on_scales_(state: OkTopkState, device: torch.device, comm: Comm) -> None:
+    """Take the mean over ranks of what they measured of their gradients, if this step measures."""
+    measured, state.measured = state.measured, None
+    if measured is not None:
+        state.ranking.rescale_(comm.all_reduce(measured.to(device)).cpu() / comm.size)
+
+
+def _select_locally(acc: Tensor, state: OkTopkState, k: int, cap: int, rethreshold: bool) -> Sparse:
+    """Return what reaches the local threshold, the `cap` largest of it at most.
+
+    The threshold is exact every tau' steps, and reused while its count is in the band.
+    """
+    if rethreshold:
+        state.threshold = exact_threshold(acc, k, state.ranking)
+    index = at_least(acc, state.threshold, state.ranking)
+    if not rethreshold and not in_band(len(index), k):
+        state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
+        index = at_least(acc, state.threshold, state.ranking)
+    return fitting(Sparse.pick(acc, index), cap, state)
+
+
+def _split_and_reduce(
+    selected: Sparse, cuts: Tensor, cap: int, codec: Codec, comm: Comm
+) -> tuple[Sparse, Tensor | None]:
+    """Return the sum, in rank order, of all that was selected in this rank's region (indices are the whole vector's).
+
+    And what rounding took from what this rank selected.
+
+    Rank r sends to r + 1, r + 2, ... and receives from r - 1, r - 2, ..., so that nobody is everybody's next.
+    """
+    rank, size, ones = comm.rank, comm.size, [1] * comm.size
+    with comm.phase("pack"):
+        parts = selected.between(cuts)
+        low, high = cuts[rank : rank + 2].tolist()
+    with comm.phase("exchange"):
+        counts = torch.tensor([part.nnz for part in parts], device=selected.index.device)
+        arriving = _checked(comm.all_to_all_single(counts, ones, ones).tolist(), [min(high - low, cap)] * size)
+        received: list[list[Sparse]] = [[] for _ in range(size)]
+        received[rank].append(codec.rounded(parts[rank]))
+        travelling: deque[tuple[int, Pending]] = deque()
+        for distance in range(1, size):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            for bucket, count in zip_longest(_buckets(parts[to]), _bucket_sizes(arriving[source])):
+                block = None if bucket is None else codec.encode(bucket)
+                words = codec.words(count) if count else 0
+                travelling.append((source, comm.sendrecv(block, to, source, words, counts.device)))
+                if len(travelling) > 1:
+                    _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
+        while travelling:
+            _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
+    with comm.phase("reduce"):
+        in_rank_order = [part.shift(-low, high - low) for row in received for part in row]
+        return merge(in_rank_order).shift(low, selected.numel), codec.rounding(*parts)
+
+
+def _checked(counts: list[int], most: Sequence[int]) -> list[int]:
+    """Return how many pairs each rank says that it has, if it can have so many: room is made for them."""
+    for source, (count, limit) in enumerate(zip(counts, most, strict=True)):
+        if not 0 <= count <= limit:
+            raise MalformedError(f"it announces {count} pairs, where there can be 0 to {limit}", source)
+    return counts
+
+
+def _bucket_sizes(count: int) -> list[int]:
+    return [min(BUCKET_PAIRS, count - first) for first in range(0, count, BUCKET_PAIRS)]
+
+
+def _buckets(part: Sparse) -> list[Sparse]:
+    return [part[first : first + BUCKET_PAIRS] for first in range(0, part.nnz, BUCKET_PAIRS)]
+
+
+def _unpack_(
+    arrived: tuple[int, Pending],
+    received: list[list[Sparse]],
+    region: tuple[int, int],
+    codec: Codec,
+    dtype: torch.dtype,
+) -> None:
+    source, pending = arrived
+    block = pending.wait()
+    if len(block):
+        received[source].append(codec.decode(block, dtype, source=source, between=region)[0])
+
+
+def _select_globally(
+    region: Sparse, state: OkTopkState, k: int, cap: int, rethreshold: bool, comm: Comm
+) -> tuple[Sparse, list[int]]:
+    """Return what this owner keeps, and how many each owner keeps.
+
+    The global threshold is exact every tau' steps and reused while the count it gives, which all ranks know, is in the
+    band.
+    """
+    score = state.ranking.score(region.value, region.index).float()
+    turns_first_(score, k // comm.size, state.step)
+    if rethreshold:
+        state.global_threshold = _exact_global_threshold(score, state, k, comm)
+    kept, sizes = _keep(region, score, state, comm)
+    if not rethreshold and not in_band(sum(sizes), k):
+        state.global_threshold = 0.0 if k >= state.numel else kth_largest_by_sketch(score, k, comm)
+        kept, sizes = _keep(region, score, state, comm)
+    return (kept, sizes) if sum(sizes) <= cap else _cap_largest(region, score, cap, state, comm)
+
+
+def _cap_largest(region: Sparse, score: Tensor, cap: int, state: OkTopkState, comm: Comm) -> tuple[Sparse, list[int]]:
+    """Return what this owner keeps, and how many each does, of the `cap` largest of all.
+
+    Of those that equal the last one, others have their turn in every step; they lie in the order of the owners.
+    """
+    least = kth_largest_of_all(score, cap, comm)
+    above, equal = score > least, (score == least).nonzero().view(-1)
+    told = comm.all_gather(torch.tensor([int(above.sum()), len(equal)], device=score.device)).tolist()
+    lengths = state.cuts.diff().tolist()
+    larger, ties = (_checked(list(each), lengths) for each in zip(*told, strict=True))
+    ends = list(accumulate(ties, initial=0))
+    chosen = in_turn(torch.arange(ends[-1]), cap - sum(larger), state.step)
+    low, high = ends[comm.rank : comm.rank + 2]
+    above[equal[(chosen[(chosen >= low) & (chosen < high)] - low).to(equal.device)]] = True
+    tied = torch.searchsorted(chosen, torch.tensor(ends)).diff().tolist()
+    return region[above], [one + other for one, other in zip(larger, tied, strict=True)]
+
+
+def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Comm) -> float:
+    """Return the k-th largest score of all owners; 0 at density 1, where a threshold would only leave something out."""
+    return 0.0 if k >= state.numel else kth_largest_of_all(score, k, comm)
+
+
+def _keep(region: Sparse, score: Tensor, state: OkTopkState, comm: Comm) -> tuple[Sparse, list[int]]:
+    kept = region[score >= state.global_threshold]
+    sizes = comm.all_gather(torch.tensor([kept.nnz], device=score.device)).view(-1).tolist()
+    return kept, _checked(sizes, state.cuts.diff().tolist())
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The pairs of all owners in a row: where each owner's lie, and how they would lie in equal blocks."""
+
+    sizes: list[int]
+
+    @property
+    def block(self) -> int:
+        """Pairs in an equal block."""
+        return -(-sum(self.sizes) // len(self.sizes))
+
+    def moves(self, rank: int) -> list[int]:
+        """Return how many of this rank's pairs belong into each equal block: its neighbours', for most."""
+        low = sum(self.sizes[:rank])
+        high = low + self.sizes[rank]
+        return [max(min(high, (i + 1) * self.block) - max(low, i * self.block), 0) for i in range(len(self.sizes))]
+
+    def balancing_pays(self) -> bool:
+        """Whether moving pieces, then gathering equal blocks, sends fewer pairs than blocks of the largest size."""
+        size = len(self.sizes)
+        moved = max(self.sizes[rank] - self.moves(rank)[rank] for rank in range(size))
+        return moved + self.block * (size - 1) < max(self.sizes) * (size - 1)
+
+
+def _balance_and_allgather(
+    kept: Sparse, sizes: list[int], codec: Codec, comm: Comm
+) -> tuple[Sparse, tuple[Sparse, ...]]:
+    """Return all owners' pairs; pieces move to neighbours first, where that is cheaper than unequal blocks.
+
+    And what this rank's own rounding lost, of its pairs and of those that it passed on.
+    """
+    layout = _Layout(sizes)
+    room = max(sizes)
+    lost: tuple[Sparse, ...] = ()
+    with comm.phase("gather"):
+        if layout.balancing_pays():
+            room = layout.block
+            kept, lost = _balance(kept, layout, codec, comm)
+        blocks = comm.all_gather(codec.encode(kept, capacity=room))
+    with comm.phase("apply"):
+        parts = [
+            codec.decode(block, kept.value.dtype, room, source=source, sums=True)[0]
+            for source, block in enumerate(blocks)
+        ]
+        return Sparse.join(parts), lost + codec.lost(kept)
+
+
+def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> tuple[Sparse, tuple[Sparse, ...]]:
+    """Return this rank's equal block of the row of all owners' pairs, and what rounding took from those it moved."""
+    ends = list(accumulate(layout.moves(comm.rank), initial=0))
+    pieces = [kept[i:j] for i, j in pairwise(ends)]
+    blocks = [codec.encode(piece) if piece.nnz else None for piece in pieces]
+    counts = [layout.moves(other)[comm.rank] for other in range(comm.size)]
+    send = [0 if block is None else len(block) for block in blocks]
+    receive = [codec.words(count) if count else 0 for count in counts]
+    outgoing = torch.cat(
+        [kept.index.new_empty(0, dtype=torch.int32), *(block for block in blocks if block is not None)]
+    )
+    arrived = torch.split(comm.all_to_all_single(outgoing, send, receive), receive)
+    parts = [
+        codec.decode(block, kept.value.dtype, counts[source], source=source, sums=True)[0]
+        for source, block in enumerate(arrived)
+        if len(block)
+    ]
+    moved = Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])
+    return moved, tuple(lost for piece in pieces for lost in codec.lost(piece))

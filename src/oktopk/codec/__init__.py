@@ -1,0 +1,167 @@
+"""How pairs travel: one integer message for each block, header first.
+
+    word 0      how many pairs the block holds
+    word 1      how many slots their indices take, where they are packed
+    word 2, 3   a note: one 62-bit number that rides along (low 31 bits first)
+    then        room for `capacity` indices: int32, or int64 for vectors of 2**31 elements and more; on the narrower
+                wires the gaps between them, packed into 8, 12 or 16 bits each, if that is less (see `packing`)
+    then        room for `capacity` values, as wide as the wire makes them (see `values`)
+
+Indices are never floats, so they are exact at any length. What a codec rounds away is `rounding`'s to tell, and the
+algorithms give it back to the residual.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oktopk.codec import values
+from oktopk.codec.indices import PLAIN, best_width, pack, packed_words, unpack
+from oktopk.codec.values import num_words
+from oktopk.errors import MalformedError
+from oktopk.kernels.reference import marker_of
+from oktopk.sparse import Sparse
+
+HEADER_WORDS = 4
+WORD_BYTES = 4
+
+_LOW = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Pairs of a vector of `numel` elements as words, and back."""
+
+    numel: int
+    wire: str = "fp32"
+
+    @property
+    def index_words(self) -> int:
+        """Words an index takes."""
+        return 1 if self.numel < 1 << 31 else 2
+
+    def value_words(self, capacity: int) -> int:
+        """Words that `capacity` values take, padded so that int64 indices of the next block stay aligned."""
+        words = num_words(self.wire, capacity)
+        return words + (words % 2 if self.index_words == 2 else 0)
+
+    def words(self, capacity: int) -> int:
+        """Words a block of `capacity` pairs takes."""
+        return HEADER_WORDS + self._all_index_words(capacity) + self.value_words(capacity)
+
+    def _width(self, capacity: int) -> int:
+        """Return the bits of an index's slot; PLAIN where indices are not packed."""
+        return best_width(self.numel, capacity) if self.wire != "fp32" and self.index_words == 1 else PLAIN
+
+    def _all_index_words(self, capacity: int) -> int:
+        if self.index_words == 2:
+            return 2 * capacity
+        return packed_words(self.numel, capacity, self._width(capacity)) if self.wire != "fp32" else capacity
+
+    def encode(self, part: Sparse, capacity: int | None = None, note: int = 0) -> Tensor:
+        """Return a new block that holds `part`, with room for `capacity` pairs (default: just enough)."""
+        capacity = part.nnz if capacity is None else capacity
+        block = torch.zeros(self.words(capacity), dtype=torch.int32, device=part.index.device)
+        self.encode_into_(block, part, capacity, note)
+        return block
+
+    def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> Tensor | None:
+        """Write `part` and `note` into `block`; words beyond the count are left as they are.
+
+        Return what that loses of the values; None where nothing is lost.
+        """
+        indices, room = self._fields(block, capacity)
+        width, slots = self._width(capacity), 0
+        if width == PLAIN:
+            (indices.view(torch.int64) if self.index_words == 2 else indices)[: part.nnz] = part.index
+        elif part.nnz:
+            packed, slots = pack(part.index, width)
+            indices.view(torch.uint8)[: len(packed)] = packed
+        block[:HEADER_WORDS] = torch.tensor([part.nnz, slots, note & _LOW, note >> 31], dtype=torch.int32)
+        return values.write_(self.wire, room, part.value)
+
+    def decode(
+        self,
+        block: Tensor,
+        dtype: torch.dtype,
+        capacity: int | None = None,
+        *,
+        source: int | None = None,
+        between: tuple[int, int] | None = None,
+        sums: bool = False,
+    ) -> tuple[Sparse, int]:
+        """Return what `encode` was given: the part, its values as `dtype`, and the note.
+
+        A block that cannot be is a `MalformedError`, which names the `source`, before anything of it is used. Its
+        indices must lie in the region `between` two cuts (default: anywhere). Infinite values are refused but among
+        `sums`, which may have overflowed.
+        """
+        try:
+            return self._decode(block, dtype, capacity, between, sums)
+        except MalformedError as error:
+            raise error if source is None else MalformedError(str(error), source) from None
+
+    def _decode(
+        self, block: Tensor, dtype: torch.dtype, capacity: int | None, between: tuple[int, int] | None, sums: bool
+    ) -> tuple[Sparse, int]:
+        count, slots, note = self._header(block, capacity)
+        capacity = count if capacity is None else capacity
+        indices, room = self._fields(block, capacity)
+        width = self._width(capacity)
+        if width == PLAIN:
+            index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
+        else:
+            index = unpack(indices.view(torch.uint8), slots, width)
+        if len(index) != count:
+            raise MalformedError(f"the header says {count} pairs, its {slots} slots hold {len(index)} indices")
+        value = values.read(self.wire, room, count, dtype)
+        squares = float(value.dot(value))  # NaN if a value is; finite only if all are
+        if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
+            raise MalformedError(f"a value is NaN{'' if sums else ' or infinite'}")
+        part = Sparse(index, value, self.numel)
+        if count and between is not None and not between[0] <= int(index[0]) <= int(index[-1]) < between[1]:
+            raise MalformedError(f"indices {int(index[0])}..{int(index[-1])} leave {between[0]}..{between[1] - 1}")
+        return part, note
+
+    def _header(self, block: Tensor, capacity: int | None) -> tuple[int, int, int]:
+        """Return the count, the slots and the note of a block, checked against each other and the block's length."""
+        if block.dtype != torch.int32 or len(block) < HEADER_WORDS:
+            raise MalformedError(f"a block is {HEADER_WORDS} words of int32 or more, not {len(block)} of {block.dtype}")
+        count, slots, low, high = block[:HEADER_WORDS].tolist()
+        most = self.numel if capacity is None else min(capacity, self.numel)
+        if not 0 <= count <= most:
+            raise MalformedError(f"the header says {count} pairs, where there can be 0 to {most}")
+        words = self.words(count if capacity is None else capacity)
+        if len(block) != words:
+            raise MalformedError(f"a block of {count} pairs has {words} words here, not {len(block)}")
+        width = self._width(count if capacity is None else capacity)
+        further = 0 if width == PLAIN or not count else (self.numel - 1) // marker_of(width)
+        fewest = 0 if width == PLAIN else count
+        if not fewest <= slots <= fewest + further:
+            raise MalformedError(f"the header says {slots} slots, where there can be {fewest} to {fewest + further}")
+        if low < 0 or high < 0:
+            raise MalformedError(f"a note is a number of 62 bits, not of the words {low} and {high}")
+        return count, slots, high << 31 | low
+
+    def rounding(self, *parts: Sparse) -> Tensor | None:
+        """Return what sending each part in a block of its own loses of its values; None where nothing is lost."""
+        if values.is_exact(self.wire, parts[0].value.dtype):
+            return None
+        return torch.cat([part.value - values.rounded(self.wire, part.value) for part in parts])
+
+    def lost(self, part: Sparse) -> tuple[Sparse, ...]:
+        """Return what sending `part` loses as what goes back into the residual: nothing, or one more part."""
+        lost = self.rounding(part)
+        return () if lost is None else (Sparse(part.index, lost, part.numel),)
+
+    def rounded(self, part: Sparse) -> Sparse:
+        """Return `part` as it arrives."""
+        return Sparse(part.index, values.rounded(self.wire, part.value), part.numel)
+
+    def _fields(self, block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        middle = HEADER_WORDS + self._all_index_words(capacity)
+        return block[HEADER_WORDS:middle], block[middle : middle + num_words(self.wire, capacity)]

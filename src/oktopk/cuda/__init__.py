@@ -1,0 +1,1 @@
+"""Steps that stay on a GPU: kernels, CUDA graphs, and what is read back."""

@@ -1,0 +1,380 @@
+"""The kernels of a step that never leaves the device, in plain torch: what each means, and the oracle of the fast ones.
+
+All shapes are known beforehand; what depends on the data, counts among them, stays in tensors and is never asked for.
+A vector is cut into tiles of `TILE` elements. What is large in a tile lies in that tile's slots, in the order of the
+indices, as far as there is room; so places in a message follow from sums over counts, and are the same in every run.
+Where more wants room than there is, the largest have it; `turn`, the number of the step, says who of equals has it.
+
+    words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf, or if `refuse_malformed` refused it
+                        2, 3 how many pairs its rank wanted to send
+                        then room for `capacity` indices, counted from the start of the region; then for as many values;
+                        what may follow is not looked at here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oktopk.kernels.scales import running, scales_of
+
+TILE = 1024
+HEADER_WORDS = 4
+LEAST_ROOM = 4
+"""A tile has slots for at least one in so many of its elements."""
+
+LOW = (1 << 31) - 1
+NOTHING = -0.0
+"""A sum of no pairs: it changes nothing that is added to it, and no sum of pairs is it, since none of them is zero."""
+
+LARGEST = torch.finfo(torch.float32).max
+SHIFTS, BINS = (23, 17, 11), (1 << 8, 1 << 6, 1 << 6)
+"""Of the digits by which a threshold is found: its exponent, and twice six bits more. It is right to 1 in 4096."""
+
+RUN = 8
+"""Elements of a sample that lie side by side: a GPU reads as many at a time."""
+
+PIECE = 1 << 16
+"""Elements of a row whose squares are summed at a time."""
+
+
+def room_for(density: float) -> int:
+    """Return how many slots a tile has: four times what it needs where all tiles are alike, a power of two.
+
+    >>> [room_for(density) for density in (0.001, 0.01, 0.1, 1.0)]
+    [256, 256, 512, 1024]
+    """
+    room = TILE // LEAST_ROOM
+    while room < min(4 * density, 1) * TILE:
+        room *= 2
+    return room
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is large in each tile: `place` in the tile and `value`, for the first `count` slots.
+
+    `bad` is how many NaN or Inf there are, cut into lanes, to be summed, so that not all tiles add to the same number.
+    `groups` has the counts of so many tiles together. Both lie in `counters`.
+    """
+
+    place: Tensor
+    value: Tensor
+    count: Tensor
+    bad: Tensor
+    groups: Tensor
+    counters: Tensor
+
+    LANES = 64
+
+    @staticmethod
+    def make(numel: int, room: int, device: torch.device) -> Found:
+        """Return room for what is found in a vector of `numel`."""
+        tiles = -(-numel // TILE)
+        counters = torch.zeros(Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
+        return Found(
+            torch.zeros(tiles, room, dtype=torch.int32, device=device),
+            torch.zeros(tiles, room, dtype=torch.float32, device=device),
+            torch.zeros(tiles, dtype=torch.int32, device=device),
+            counters[: Found.LANES],
+            counters[Found.LANES :],
+            counters,
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What has a scale of its own: row r begins at starts[r], and large in it is what reaches threshold * scale[r].
+
+    `squares` are running means of the squared gradient, which the scales are made of.
+    `first` is the row that each tile begins in, then the last one; `in_tile` and `in_all` are how often a range of rows
+    must be halved to find one. `edges` cut the rows into pieces, row r being pieces ends[r] to ends[r + 1].
+    """
+
+    starts: Tensor
+    squares: Tensor
+    scale: Tensor
+    first: Tensor
+    in_tile: int
+    in_all: int
+    edges: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def make(bounds: Tensor, squares: Tensor, scale: Tensor, device: torch.device) -> Rows:
+        """Return the rows between these bounds: first 0, last numel."""
+        tiles = -(-int(bounds[-1]) // TILE)
+        first = torch.searchsorted(bounds, torch.arange(tiles) * TILE, right=True) - 1
+        first = torch.cat([first, torch.tensor([len(bounds) - 2])])
+        pieces = -(-bounds.diff() // PIECE)
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), pieces.cumsum(0)])
+        within = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(pieces)
+        edges = bounds[:-1].repeat_interleave(pieces) + within * PIECE
+        return Rows(
+            bounds[:-1].int().to(device),
+            squares.float().to(device),
+            scale.float().to(device),
+            first.int().to(device),
+            int(first.diff().max() if tiles else 0).bit_length(),
+            len(scale).bit_length(),
+            torch.cat([edges, bounds[-1:]]).to(device),
+            ends.to(device),
+        )
+
+    def of(self, index: Tensor) -> Tensor:
+        """Return the row of each index."""
+        return torch.searchsorted(self.starts, index.int(), right=True) - 1
+
+    def score(self, size: Tensor, index: Tensor) -> Tensor:
+        """Return how large elements of these magnitudes are: finite, if they are."""
+        return (size / self.scale[self.of(index)]).clamp(max=LARGEST)
+
+
+def group_of(tiles: int) -> int:
+    """Return how many tiles are counted together: few enough that they are packed at once, unless there are many."""
+    return 32 if tiles <= 1 << 16 else 64
+
+
+def sample_of(numel: int, stride: int) -> int:
+    """Return how many elements `sample_threshold` reads: RUN of each stride * RUN; all where the stride is 1.
+
+    >>> sample_of(1000, 3), sample_of(7, 1)
+    (328, 7)
+    """
+    return numel // (stride * RUN) * RUN if stride > 1 else numel
+
+
+def bins(device: torch.device) -> Tensor:
+    """Return the counters that `sample_threshold` works with: all zero between any two calls."""
+    return torch.zeros(sum(BINS), dtype=torch.int32, device=device)
+
+
+def sample_threshold(
+    grad: Tensor,
+    held: Tensor,
+    rows: Rows | None,
+    turn: Tensor,
+    stride: int,
+    wanted: Tensor,
+    counts: Tensor,
+    out: Tensor,
+) -> None:
+    """Write a threshold into `out` that `wanted` (one number, on the device) of a sample of held + grad reach.
+
+    The sample is one in `stride` elements, a few side by side, beginning elsewhere at every turn. The threshold is the
+    score of one of them, but for its last bits, which are zero; if not so many scores are above zero, it is zero.
+    """
+    number = torch.arange(sample_of(len(held), stride), device=held.device)
+    places = (number // RUN * stride + turn % stride) * RUN + number % RUN
+    total = held[places] + grad[places].float()
+    select_threshold(total.abs() if rows is None else rows.score(total.abs(), places), wanted, counts, out)
+
+
+def select_threshold(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:  # noqa: ARG001
+    """Write a threshold into `out` that `wanted` of these scores, none of them negative, reach."""
+    left, found = score.view(torch.int32) & LOW, torch.zeros_like(out, dtype=torch.int64)
+    for shift, base in zip(SHIFTS, BINS, strict=True):
+        digits = (left >> shift) % base
+        digit, above = _digit(torch.bincount(digits, minlength=base), wanted)
+        left, wanted, found = left[digits == digit], wanted - above, found | digit << shift
+    out.copy_(found.int().view(torch.float32))
+
+
+def _digit(counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest digit that `wanted` reach, 0 if fewer do, and how many are above it."""
+    reach = counts.flip(0).cumsum(0).flip(0)
+    digit = ((reach >= wanted).sum() - 1).clamp(min=0).view(1)
+    return digit, reach[digit] - counts[digit]
+
+
+def measure_rows(grad: Tensor, rows: Rows) -> None:
+    """Take the squares of this gradient into the rows' running means, and make their scales anew.
+
+    A row in which they are not finite stays as it was.
+    """
+    rescale(_sums(grad.float().square(), rows.edges), rows)
+
+
+def rescale(pieces: Tensor, rows: Rows) -> None:
+    """Make the scales, of the sums of squares of all pieces."""
+    lengths = rows.edges[rows.ends].diff()
+    rows.squares.copy_(running(rows.squares, _sums(pieces, rows.ends) / lengths.clamp(min=1)))
+    rows.scale.copy_(scales_of(rows.squares, lengths))
+
+
+def _sums(values: Tensor, offsets: Tensor) -> Tensor:
+    return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0.0)  # to check would be to wait
+
+
+def accumulate_compact(
+    grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None
+) -> None:
+    """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`.
+
+    Zeros are never found.
+    """
+    torch.add(held, grad, out=acc)
+    compact(acc, threshold, turn, found, rows)
+
+
+def compact(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None) -> None:
+    """Write what reaches the threshold into `found`."""
+    tiles, room = found.place.shape
+    padded = torch.nn.functional.pad(total, (0, tiles * TILE - len(total)))
+    each = torch.arange(tiles * TILE, device=total.device)
+    size = score = padded.abs()
+    if rows is not None:
+        inside = each.clamp(max=len(total) - 1)
+        threshold, score = threshold * rows.scale[rows.of(inside)], rows.score(size, inside)
+    hit = (size >= threshold) & (size > 0)
+    fits, slot = _fit(score, hit, each // TILE, tiles, room, turn)
+    slot = torch.where(fits, each // TILE * room + slot, tiles * room)
+    _scatter_(found.place, slot, (each % TILE).int())
+    _scatter_(found.value, slot, padded)
+    found.count.copy_(fits.view(tiles, TILE).sum(1))
+    group = group_of(tiles)
+    counts = torch.nn.functional.pad(found.count, (0, len(found.groups) * group - tiles))
+    found.groups.copy_(counts.view(-1, group).sum(1))
+    found.bad.zero_()
+    found.bad[0] = (~total.isfinite()).sum()
+
+
+def pack_blocks(
+    found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rows: Rows | None = None
+) -> None:
+    """Write what was found into a block for each region, as much as it has room for, and the headers."""
+    tiles, room = found.place.shape
+    size, words = blocks.shape
+    there = (torch.arange(room, device=found.place.device) < found.count[:, None]).view(-1)
+    index = ((torch.arange(tiles, device=there.device) * TILE)[:, None] + found.place).view(-1)
+    value = found.value.view(-1)
+    region = torch.bucketize(index, cuts[1:-1], right=True)
+    score = value.abs() if rows is None else rows.score(value.abs(), index)
+    fits, slot = _fit(score, there, region, size, capacity, turn)
+    first = torch.where(fits, region * words + HEADER_WORDS + slot, blocks.numel())
+    _scatter_(blocks, first, (index - cuts[region]).int())
+    _scatter_(blocks, torch.where(fits, first + capacity, blocks.numel()), value.view(torch.int32))
+    demand = _count_by(region, there, size)
+    bad = found.bad.sum().expand_as(demand)
+    header = torch.stack([demand.clamp(max=capacity), bad, demand & LOW, demand >> 31], 1)
+    blocks[:, :HEADER_WORDS] = header.int()
+
+
+def _fit(score: Tensor, there: Tensor, group: Tensor, groups: int, room: int, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of those that are `there` have room, `room` in each group, and their slots in the order they lie in.
+
+    The largest have it, and of those that equal the last of them those whose turn it is.
+    """
+    key = torch.where(there, score, -1.0)
+    order = key.sort(descending=True, stable=True).indices
+    order = order[group[order].sort(stable=True).indices]
+    last = torch.searchsorted(group[order], torch.arange(groups, device=group.device)) + room - 1
+    over = _count_by(group, there, groups) > room
+    least = torch.where(over, torch.cat([key[order], key.new_zeros(1)])[last.clamp(0, len(key))], -1.0)[group]
+    larger, equal = there & (key > least), there & (key == least)
+    free = room - _count_by(group, larger, groups)
+    rank, ties = _rank_in(group, equal, groups), _count_by(group, equal, groups)
+    fits = larger | (equal & _in_turn(rank, ties[group], turn, free[group]))
+    return fits, _rank_in(group, fits, groups)
+
+
+def _count_by(group: Tensor, mask: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=torch.int64, device=group.device).index_add_(0, group, mask.long())
+
+
+def _rank_in(group: Tensor, mask: Tensor, groups: int) -> Tensor:
+    """Return how many of its group, of those in the mask, lie before each element."""
+    counts = _count_by(group, mask, groups)
+    return mask.cumsum(0) - mask.long() - (counts.cumsum(0) - counts)[group]
+
+
+def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor:
+    """Return which of `demand` have room, by their ranks: all, or as many from the turn's one on, and then from the
+    first.
+    """
+    over = demand > room
+    begin = torch.where(over, turn.long() * room % demand.clamp(min=1), 0)
+    wrapped = torch.where(over, (begin + room - demand).clamp(min=0), 0)
+    return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
+
+
+def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+    """Mark each block that cannot be, so that the step is refused: by its count, its indices, or what was wanted.
+
+    Block i is of region i between the cuts; all are of the only one if these are two.
+    """
+    count, told, length = blocks[:, :1], blocks[:, 2:HEADER_WORDS].long(), cuts.diff()[:, None]
+    index = blocks[:, HEADER_WORDS : HEADER_WORDS + capacity]
+    there = torch.arange(capacity, device=blocks.device) < count
+    outside = (there & ((index < 0) | (index >= length))).any(1, keepdim=True)
+    wanted = told[:, :1] + (told[:, 1:] << 31)
+    head = (count < 0) | (count > capacity) | (told < 0).any(1, keepdim=True) | (wanted > length * len(blocks))
+    blocks[:, 1:2] = torch.where(head | outside, 1, blocks[:, 1:2])
+
+
+def scatter_add(block: Tensor, capacity: int, region: Tensor) -> None:
+    """Add a block's pairs to the region, which is NOTHING where there is no pair; but none that lies outside it."""
+    there, index = _pairs(block, capacity, len(region))
+    value = block[HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].view(torch.float32)
+    _scatter_(region, torch.where(there, index, len(region)), region[index] + value)
+
+
+def gather_zero(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
+    """Write what the region has for each of a block's pairs into `value`, and NOTHING there: it is had once."""
+    there, index = _pairs(block, capacity, len(region))
+    value.copy_(torch.where(there, region[index], NOTHING))
+    _scatter_(region, torch.where(there, index, len(region)), torch.full_like(value, NOTHING))
+
+
+def _pairs(block: Tensor, capacity: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return which slots have a pair, and its index in the region, which is so long; 0 where there is none."""
+    index = block[HEADER_WORDS : HEADER_WORDS + capacity].long()
+    there = (torch.arange(capacity, device=block.device) < block[0]) & (index >= 0) & (index < length)
+    return there, torch.where(there, index, 0)
+
+
+def _scatter_(target: Tensor, slot: Tensor, source: Tensor) -> None:
+    """Write each of `source` into its slot of `target`; the slot behind the last one takes what has no place."""
+    flat = torch.cat([target.reshape(-1), target.new_zeros(1)])
+    flat[slot] = source.reshape(-1).to(target.dtype)
+    target.copy_(flat[:-1].view_as(target))
+
+
+def deliver(
+    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor
+) -> None:
+    """Write the mean over ranks of what all owners kept into `out`, zeros elsewhere; make `acc` what remains.
+
+    Where this rank `sent` what was delivered nothing remains, but for what `out`'s dtype cannot hold. If any owner met
+    a NaN or Inf, on its own or among what it was sent, `out` is zero and `acc` as it was `held`. The first words of
+    `told` become how many pairs were sent and delivered, and whether all was finite (0); its last one counts the steps.
+    """
+    size = len(gathered)
+    bad = (gathered[:, 1] != 0).any()
+    slots = torch.arange(capacity, device=out.device)
+    index = gathered[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None]
+    there = (slots < gathered[:, :1]) & (index >= cuts[:-1, None]) & (index < cuts[1:, None]) & ~bad
+    value = gathered[:, HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].contiguous().view(torch.float32)
+    mine = torch.where(
+        slots < sent[:, :1], sent[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None], -1
+    )
+    taken = there & torch.isin(index, mine)
+    mean = value / torch.tensor(float(size), device=value.device)  # by a number, a GPU would multiply by its inverse
+    rounded = mean.clamp(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max).to(out.dtype)
+    lost = mean - rounded.float()
+    where = torch.where(there, index, len(acc)).view(-1)
+    kept = torch.where(taken, 0.0, acc[torch.where(there, index, 0)]) + lost
+    out.zero_()
+    _scatter_(out, where, rounded)
+    _scatter_(acc, where, kept)
+    acc.copy_(torch.where(bad, held, acc))
+    told[:3] = torch.stack([sent[:, 0].sum(), gathered[:, 0].sum(), bad.long()])
+    told[-1:] += 1
+
+
+def rollback_if(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
+    """If `bad`, one number, is not zero: make `acc` as it was `held`, and all of `out` this."""
+    acc.copy_(torch.where(bad != 0, held, acc))
+    out.copy_(torch.where(bad != 0, torch.full_like(out, filling), out))

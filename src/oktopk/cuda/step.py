@@ -1,0 +1,326 @@
+"""One step of bounded Ok-Topk that never leaves the device: no count, threshold or verdict is asked for by the host.
+
+The steps are those of `bounded.py`; only, what is kept is told by thresholds, so that ties of the last element are kept
+with it as far as there is room. What does not fit waits in the residual, as it does there.
+
+    0  aim        the threshold, from a sample of residual + gradient; now and then the scales of the rows
+    1  find       acc = residual + gradient; what reaches the threshold, tile by tile           one pass
+    2  send       into a block for each owner: at most c = ceil(slack k/P) pairs
+    3  exchange   all_to_all
+    4  own        the owner sums in rank order and keeps its share of the largest, at most c
+    5  gather     all_gather
+    6  deliver    the mean into the result; what was delivered out of the residual
+
+What follows the sparse elements of a vector, its side, travels dense, in the same messages: each block has a slice of
+it behind the pairs, which its owner sums.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from oktopk.algorithms.base import OkTopkState
+from oktopk.algorithms.bounded import room
+from oktopk.algorithms.oktopk import AUTO, OkTopk
+from oktopk.codec.values import round_to
+from oktopk.cuda import reference
+from oktopk.cuda.graphs import Graphs
+from oktopk.cuda.reference import HEADER_WORDS, LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
+from oktopk.partition import even_cuts
+from oktopk.selection import SAMPLE_HITS, TURN_EVERY, num_selected
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+REBALANCE_EVERY = 16
+MOST_NUMEL = (1 << 31) - TILE
+"""Elements of a vector: places in it are 32 bits wide."""
+
+LEAST_TRITON = (3, 4)
+
+
+@dataclass
+class CudaStep:
+    """The buffers and the state of a vector's steps, all on its device, made once.
+
+    `words` are what is told of a step, see `DeviceStats`; the thresholds live there, and the number of the step.
+    """
+
+    numel: int
+    dense_tail: int
+    comm: Comm
+    wanted: int
+    capacity: int
+    stride: int
+    rescale_every: int
+    kernels: Any
+    rows: Rows | None
+    found: Found
+    blocks: Tensor
+    owner: _Owner | None
+    cuts: Tensor
+    words: Tensor
+    sample_wanted: Tensor
+    counts: Tensor
+    step: int
+    graphs: Graphs = field(default_factory=Graphs)
+
+    @staticmethod
+    def make(algorithm: OkTopk, state: OkTopkState, comm: Comm, device: torch.device, dense_tail: int = 0) -> CudaStep:
+        """Return what goes on from `state`; `dense_tail` elements follow those that it is for."""
+        numel, size = state.numel, comm.size
+        wanted = num_selected(numel, algorithm.density)
+        capacity = room(wanted, algorithm.slack, size)
+        stride = max(wanted // SAMPLE_HITS, 1) | 1  # odd, unlike the length of most rows
+        slots, ranking = room_for(algorithm.density), state.ranking
+        known = (0.0, 0.0) if wanted == numel else (state.threshold, state.global_threshold)
+        thresholds = torch.tensor(known).view(torch.int32).tolist()
+        words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
+        block = HEADER_WORDS + 2 * capacity + -(-dense_tail // size)
+        hits = max(round(wanted * sample_of(numel, stride) / max(numel, 1)), 1)
+        return CudaStep(
+            numel=numel,
+            dense_tail=dense_tail,
+            comm=comm,
+            wanted=wanted,
+            capacity=capacity,
+            stride=stride,
+            rescale_every=algorithm.rescale_every,
+            kernels=step_kernels(device),
+            rows=None if ranking.is_magnitude else Rows.make(ranking.bounds, ranking.squares, ranking.scale, device),
+            found=Found.make(numel, slots, device),
+            blocks=torch.zeros(size, block, dtype=torch.int32, device=device),
+            owner=_Owner.make(numel, size, capacity, block, device) if size > 1 else None,
+            cuts=(even_cuts(numel, size) if wanted == numel else state.cuts).to(device),
+            words=words,
+            sample_wanted=torch.tensor([hits], device=device),
+            counts=bins(device),
+            step=state.step,
+        )
+
+    @property
+    def threshold(self) -> Tensor:
+        """What is sent reaches it."""
+        return self.words[3:4].view(torch.float32)
+
+    @property
+    def kept_threshold(self) -> Tensor:
+        """What this rank, as an owner, keeps reaches it."""
+        return self.words[4:5].view(torch.float32)
+
+    @property
+    def turn(self) -> Tensor:
+        """The number of the step: with what to begin where not all has room."""
+        return self.words[5:6]
+
+    @property
+    def measures(self) -> bool:
+        """Whether the next step measures how large the rows are."""
+        return self.rows is not None and self.step % self.rescale_every == 0
+
+    def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
+        with self.comm.phase("select"):
+            measures = self.measures
+            self.graphs.run(partial(self.select_, measures), grad, held, acc, out, kind=measures)
+            self.graphs.capture()
+        self.exchange_(held, acc, out)
+
+    def select_(self, measures: bool, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        """Make acc, and the blocks to send; a rank that is alone is done then, since what it sends is delivered.
+
+        The threshold is measured on a sample, which begins elsewhere at every step: one that is moved by what it let
+        through has a loop, and swings where gradients resemble each other.
+        """
+        kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
+        sparse = grad[: self.numel], held[: self.numel]
+        if self.rows is not None and measures:
+            kernels.measure_rows(sparse[0], self.rows)
+        if self.wanted < self.numel:  # else it is zero
+            kernels.sample_threshold(*sparse, self.rows, self.turn, *aims)
+        kernels.accumulate_compact(*sparse, acc[: self.numel], self.threshold, self.turn, self.found, self.rows)
+        kernels.pack_blocks(self.found, self.cuts, self.turn, self.blocks, self.capacity, self.rows)
+        if self.dense_tail:
+            torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
+            slices = self._slices(self.blocks)
+            padded = torch.nn.functional.pad(acc[self.numel :], (0, slices.numel() - self.dense_tail))
+            slices.copy_(padded.view_as(slices))
+            self.blocks[:, 1] += _bad_in(padded)
+        if self.owner is None:
+            self._deliver_(self.blocks, held, acc, out)
+
+    def _slices(self, blocks: Tensor) -> Tensor:
+        """Return the slices of the side in these blocks."""
+        return blocks[:, HEADER_WORDS + 2 * self.capacity :].view(torch.float32)
+
+    def exchange_(self, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        """Do what follows `select_`, with the other ranks if there are any: the step is over then."""
+        comm = self.comm
+        if self.owner is not None:
+            with comm.phase("exchange"):
+                arrived = comm.all_to_all(self.blocks)
+            with comm.phase("reduce"):
+                block = self._own(arrived, self.owner)
+            with comm.phase("gather"):
+                gathered = comm.all_gather(block.view(-1))
+            with comm.phase("apply"):
+                self.kernels.refuse_malformed(gathered, self.cuts, self.capacity)
+                self._deliver_(gathered, held, acc, out)
+                if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel:
+                    self._rebalance_(gathered)
+        self.step += 1
+
+    def _deliver_(self, gathered: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+        sparse = (each[: self.numel] for each in (out, acc, held))
+        self.kernels.deliver(gathered, self.blocks, self.cuts, self.capacity, *sparse, self.words)
+        if self.dense_tail:
+            mean = self._slices(gathered).reshape(-1)[: self.dense_tail] / self.comm.size
+            out[self.numel :] = round_to(mean, out.dtype)
+            torch.sub(mean, out[self.numel :], out=acc[self.numel :])
+
+    def _own(self, arrived: Tensor, owner: _Owner) -> Tensor:
+        """Return the block of what this rank, as an owner, keeps of what arrived: its share of the largest sums."""
+        kernels, size, capacity = self.kernels, self.comm.size, self.capacity
+        kernels.refuse_malformed(arrived, self.cuts[self.comm.rank : self.comm.rank + 2], capacity)
+        for block in arrived:
+            kernels.scatter_add(block, capacity, owner.region)
+        for block, total in zip(arrived, owner.total, strict=True):
+            kernels.gather_zero(
+                block, capacity, owner.region, total
+            )  # of ranks that sent the same index, the first has it
+        index, total = arrived[:, HEADER_WORDS : HEADER_WORDS + capacity].reshape(-1), owner.total.view(-1)
+        demand = _demands(arrived).sum()
+        score = self._score(index, total)
+        if self.wanted < self.numel:
+            share = ((demand + size - 1) // size).clamp(1, capacity)  # of what the ranks wanted of this owner
+            self._let_turns_be_first_(score, total, share)
+            kernels.select_threshold(score, share.view(1), self.counts, self.kept_threshold)
+        kernels.compact(score, self.kept_threshold, self.turn, owner.found)
+        kernels.pack_blocks(owner.found, owner.cuts, self.turn, owner.mine, capacity)
+        summed = self._slices(arrived).sum(0)
+        self._slices(owner.mine).copy_(summed[None])
+        owner.fill_(index, total, bad=(arrived[:, 1] != 0).any() | _bad_in(summed), demand=demand)
+        return owner.mine
+
+    def _score(self, index: Tensor, total: Tensor) -> Tensor:
+        """Return how large each of these sums in this rank's region is: above zero where there is one, even if it is 0.
+
+        So what cancels is delivered, too, where there is room for it, and holds no slot any longer.
+        """
+        score = total.abs()
+        if self.rows is not None:
+            score = self.rows.score(score, index + self.cuts[self.comm.rank])
+        return torch.where(_is_nothing(total), 0.0, score.clamp(min=torch.finfo(score.dtype).tiny))
+
+    def _let_turns_be_first_(self, score: Tensor, total: Tensor, share: Tensor) -> None:
+        """Make the scores of those whose turn it is the largest, as `select.turns_first_` does."""
+        limit = torch.where(self.turn % TURN_EVERY == TURN_EVERY - 1, (share // 2).clamp(min=1), 0)
+        there = ~_is_nothing(total)
+        count = there.sum()
+        rank = (there.cumsum(0) - 1 - self.turn // TURN_EVERY * limit) % count.clamp(min=1)
+        score.copy_(torch.where(there & (rank < limit), LARGEST, score))
+
+    def _rebalance_(self, gathered: Tensor) -> None:
+        """Cut fairer regions if one was asked for more than fits: all ranks have the same `gathered`, and agree."""
+        size, capacity = self.comm.size, self.capacity
+        there = torch.arange(capacity, device=gathered.device) < gathered[:, :1]
+        index = gathered[:, HEADER_WORDS : HEADER_WORDS + capacity] + self.cuts[:-1, None]
+        demand = _demands(gathered)
+        weight = torch.where(there, ((demand << 16) // gathered[:, 0].clamp(min=1))[:, None], 0)
+        sorted_index, order = index.view(-1).sort()
+        mass = weight.view(-1)[order].cumsum(0)
+        goals = mass[-1] * torch.arange(1, size, device=mass.device) // size
+        fairer = sorted_index[torch.searchsorted(mass, goals, right=True).clamp(max=len(mass) - 1)]
+        fine = (gathered[:, 1] == 0).all()  # else these may be no demands, and no indices
+        unfair = fine & (demand.max() > capacity * size) & (mass[-1] > 0)
+        self.cuts[1:-1] = torch.where(unfair, fairer, self.cuts[1:-1])
+
+    def save_(self, state: OkTopkState) -> None:
+        """Bring the state to the host: for a checkpoint."""
+        state.step, state.cuts = self.step, self.cuts.cpu()
+        state.threshold, state.global_threshold = float(self.threshold), float(self.kept_threshold)
+        if self.rows is not None:
+            state.ranking.squares = self.rows.squares.double().cpu()
+            state.ranking.scale = self.rows.scale.double().cpu()
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What a rank works with as the owner of a region.
+
+    region    the sums, one for each element; all NOTHING between any two steps
+    total     the sum for each pair that arrived, for the first of those with the same index; NOTHING for the others
+    found     what is large among these, and `cuts`, one region of all of them
+    mine      the block it makes of that
+    """
+
+    region: Tensor
+    total: Tensor
+    found: Found
+    cuts: Tensor
+    mine: Tensor
+
+    @staticmethod
+    def make(numel: int, size: int, capacity: int, block: int, device: torch.device) -> _Owner:
+        arriving = size * capacity
+        return _Owner(
+            region=torch.full((numel,), NOTHING, device=device),
+            total=torch.zeros(size, capacity, device=device),
+            found=Found.make(arriving, TILE, device),
+            cuts=torch.tensor([0, arriving], device=device),
+            mine=torch.zeros(1, block, dtype=torch.int32, device=device),
+        )
+
+    def fill_(self, index: Tensor, total: Tensor, bad: Tensor, demand: Tensor) -> None:
+        """Make `mine`, whose pairs are places among what arrived, the pairs that are there."""
+        count, head = self.mine[0, :1], self.mine[0, :HEADER_WORDS]
+        places, values = self.mine[0, HEADER_WORDS : HEADER_WORDS + 2 * self.total.shape[1]].chunk(2)
+        place = torch.where(torch.arange(len(places), device=places.device) < count, places, 0)
+        places.copy_(index[place])
+        values.copy_(total[place].view(torch.int32))
+        head[1:2] = (head[1:2] != 0) | bad  # a flag: a sum of counts might come to 2^32, which is none
+        head[2:4] = torch.stack([demand & reference.LOW, demand >> 31])  # for all to cut fairer regions by
+
+
+def supports_device_step(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
+    most = numel * max(2 * algorithm.slack * algorithm.density, 1)  # elements, or words of all blocks
+    if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
+        return False
+    return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")
+
+
+def _is_nothing(total: Tensor) -> Tensor:
+    """Return where there is no sum."""
+    return (total == 0) & total.signbit()
+
+
+def _bad_in(dense_tail: Tensor) -> Tensor:
+    """Return whether any of these numbers is not finite."""
+    return (~dense_tail.isfinite()).any()
+
+
+def _demands(heads: Tensor) -> Tensor:
+    """Return how many pairs each block's sender wanted to send."""
+    return heads[:, 2].long() + (heads[:, 3].long() << 31)
+
+
+def step_kernels(device: torch.device) -> Any:
+    """Return the kernels of such steps for a device."""
+    return reference if device.type == "cpu" else importlib.import_module("oktopk.cuda.triton")
+
+
+@cache
+def _has_triton() -> bool:
+    """Whether there is one whose histograms can be masked."""
+    if find_spec("triton") is None:
+        return False
+    version = importlib.import_module("triton").__version__
+    return tuple(map(int, version.split(".")[:2])) >= LEAST_TRITON

@@ -1,0 +1,552 @@
+"""The kernels for CPUs, compiled by numba: each reads memory once, and makes nothing that it does not return.
+
+At 27.6 M elements on one core `accumulate` takes as long as the addition alone (10 ms), `accumulate_above` 12 ms,
+`at_least` 7, `kth_largest` 25. One thread: the ranks of a machine share its cores already. What was compiled is kept on
+disk for the next process.
+
+Nothing here is bounds-checked: numba has no checks unless NUMBA_BOUNDSCHECK=1, under which the tests run all of it. So
+the functions that are called from Python check lengths and edges, and beside each index that depends on data stands why
+it is inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from oktopk.errors import MalformedError
+from oktopk.kernels import reference
+from oktopk.kernels.reference import Ends, Floors
+
+NAME = "cpu (numba)"
+LINE, CHUNK = 8, 128
+"""Elements that are passed over together where none of them reaches the threshold; elements that are compared first.
+
+A comparison is a byte, so that a line of them is one 64-bit word: zero, for most.
+"""
+
+BYTE_BITS, HALVES = 8, 12  # slots of 12 bits: two of them are three bytes
+STREAM_BYTES = 32  # a vector register's
+BINS_LOG2 = 12
+WINDOW, WORD_BITS = 4096, 64
+"""Elements whose sums are made together: their place in the nearest cache is a page or two."""
+
+LIKELY = 16
+"""At most one element in so many is expected to reach its threshold; where more do, a second pass makes room."""
+
+
+def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
+    """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
+    if grad.dtype != out.dtype or scale != 1 or decay != 1:
+        return reference.accumulate(grad, held, out, scale, decay)
+    _check_alike(grad, held, out)
+    finite = _add(grad.numpy(), held.numpy(), out.numpy())
+    return -1 if finite else reference.first_nonfinite(out)
+
+
+def accumulate_above(
+    grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
+) -> tuple[int, Tensor, Tensor]:
+    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
+    if grad.dtype != out.dtype or not (grad.is_contiguous() and held.is_contiguous() and _can_stream(out)):
+        return reference.accumulate_above(grad, held, out, bounds, floors)
+    _check_alike(grad, held, out)
+    total, edges = out.numpy(), _edges(bounds, floors, len(out))
+    index, value = np.empty(len(total) // LIKELY + LINE, np.int64), np.empty(len(total) // LIKELY + LINE, total.dtype)
+    _, keys, magnitude, _ = _ordered(total, reference.held_by(out.dtype, floors))
+    sums = np.empty(CHUNK, total.dtype)
+    where = (grad.numpy(), held.numpy(), total, sums, sums.view(keys.dtype), _lead(total))
+    count = int(_add_seeing(*where, edges, keys, magnitude, index, value))
+    if count < len(index) - LINE and np.isfinite(value[:count]).all():
+        return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
+    prefilter = at_least(out, bounds, floors)  # there may have been no room for all of them, or NaN among them
+    return reference.first_nonfinite(out), prefilter, out.index_select(0, prefilter)
+
+
+def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
+    """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
+    array, edges = acc.numpy(), _edges(bounds, thresholds, len(acc))
+    ordered = _ordered(array, reference.held_by(acc.dtype, thresholds))
+    for room in (len(array) // LIKELY, len(array)):
+        index = np.empty(room + LINE, np.int64)
+        count = int(_at_least(*ordered, edges, index))
+        if count <= room:
+            return torch.from_numpy(index[:count])
+    raise AssertionError("there is room for every element")
+
+
+def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
+    """Return the mean of (acc - held)**2 over each segment, in float64, 0 for an empty one; summed in another order."""
+    return torch.from_numpy(_mean_squares(acc.numpy(), held.numpy(), np.asarray(bounds, np.int64)))
+
+
+def kth_largest(score: Tensor, k: int) -> float:
+    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score).
+
+    A histogram of their leading bits tells which of them to sort: a few in a hundred.
+    """
+    reference.check_k(k, len(score))
+    array = score.numpy()
+    bits, _, _, infinity = _ordered(array, array.dtype.type(0))
+    shift = bits.dtype.itemsize * BYTE_BITS - 1 - BINS_LOG2
+    counts = np.zeros(1 << BINS_LOG2, np.int64)
+    _count(bits, shift, counts)
+    if counts[int(infinity) >> shift :].any() and np.isnan(array).any():
+        raise reference.no_score()
+    above = np.cumsum(counts[::-1])
+    place = int(np.searchsorted(above, k))
+    bin_, rank = len(counts) - 1 - place, k - (int(above[place - 1]) if place else 0)
+    members = np.empty(counts[bin_], array.dtype)
+    _members(bits, array, shift, bin_, len(counts) - 1, members)
+    return float(np.partition(members, -rank)[-rank])
+
+
+def is_increasing(index: Tensor) -> bool:
+    """Whether every index is larger than the one before it."""
+    return bool(_is_increasing(index.numpy()))
+
+
+def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
+    if [len(i) for i in index] != [len(v) for v in value]:
+        raise MalformedError("there must be as many values as indices")
+    if len(index) == 1:
+        return index[0], value[0]
+    ends = np.cumsum([0, *map(len, index)])
+    where, what = np.empty(ends[-1], np.int64), np.empty(ends[-1], value[0].numpy().dtype)
+    sums = np.full(WINDOW, -0.0, what.dtype)  # which changes nothing that is added to it
+    count = _merge(torch.cat(list(index)).numpy(), torch.cat(list(value)).numpy(), ends, sums, where, what)
+    return torch.from_numpy(where[:count]), torch.from_numpy(what[:count])
+
+
+def shared(held: Tensor, index: Tensor) -> Tensor:
+    """Return the places, in `index`, of what `held` has, too; both are sorted."""
+    places = np.empty(len(index) + 1, np.int64)
+    return torch.from_numpy(places[: _shared(held.numpy(), index.numpy(), places)])
+
+
+def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
+    """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
+    if out.dtype not in (torch.float32, torch.float64) or not _can_stream(out):
+        reference.spread(index, value, out)  # numpy has no bfloat16
+        return
+    if len(index) != len(value):
+        raise MalformedError("there must be as many values as indices")
+    where, result = index.numpy(), out.numpy()
+    if len(where) and not (_is_increasing(where) and where[0] >= 0 and where[-1] < len(result)):
+        raise MalformedError(f"indices must be strictly increasing, and within 0..{len(result) - 1}")
+    _spread(where, value.numpy(), result, np.zeros(WINDOW, result.dtype), _lead(result))
+
+
+def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
+    """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take."""
+    array, marker = index.numpy(), reference.marker_of(width)
+    if len(array) and not (array[0] >= 0 and _is_increasing(array)):
+        raise reference.not_packable()
+    most = len(array) + (int(array[-1]) // marker if len(array) else 0)
+    slots = np.zeros(most + 1, np.uint16)
+    count = int(_slots_of(array, marker, slots))
+    if width == HALVES:
+        packed = np.empty(3 * (-(-count // 2)), np.uint8)
+        _join(slots, packed)
+        packed = packed[: -(-count * width // BYTE_BITS)]
+    else:
+        packed = slots[:count].astype(f"u{width // BYTE_BITS}").view(np.uint8)
+    return torch.from_numpy(packed), count
+
+
+def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
+    """Return the indices that were packed into so many slots."""
+    reference.check_slots(len(packed), num_slots, width)
+    array = packed.numpy()
+    if width == HALVES:
+        slots = np.empty(num_slots + num_slots % 2, np.uint16)
+        _split(array, slots)
+    else:
+        slots = array[: num_slots * width // BYTE_BITS].view(f"u{width // BYTE_BITS}")
+    index = np.empty(num_slots + 1, np.int64)
+    return torch.from_numpy(index[: _indices_of(slots[:num_slots], reference.marker_of(width), index)])
+
+
+def _check_alike(grad: Tensor, held: Tensor, out: Tensor) -> None:
+    if not len(grad) == len(held) == len(out):
+        raise MalformedError(f"{len(out)} sums cannot be made of {len(grad)} and {len(held)} numbers")
+
+
+def _edges(bounds: Ends, floors: Floors, numel: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the bounds of the segments as the kernels take them, if they are within a vector of `numel`."""
+    edges = np.asarray(bounds, np.int64)
+    if len(edges) != len(floors) + 1 or edges[0] < 0 or edges[-1] > numel or (edges[1:] < edges[:-1]).any():
+        raise MalformedError(f"{len(floors)} segments of {numel} elements need as many bounds and one, none falling")
+    return edges
+
+
+def _can_stream(out: Tensor) -> bool:
+    """Whether its elements lie one behind the other, none across the boundary of another: see `_stream`."""
+    return out.is_contiguous() and out.data_ptr() % out.element_size() == 0
+
+
+def _ordered(array: np.ndarray[Any, Any], floors: Any) -> tuple[Any, ...]:
+    """Return the array and its floors as integers: without their sign bit these are in the order of the magnitudes.
+
+    And that sign bit's complement, and the integer of infinity: only a NaN is above it.
+    """
+    kind = np.dtype(f"u{array.dtype.itemsize}").type
+    infinity = array.dtype.type(np.inf)
+    return array.view(kind), floors.view(kind), kind(np.iinfo(kind).max >> 1), infinity.view(kind)
+
+
+def _lead(array: np.ndarray[Any, Any]) -> int:
+    """Return how many elements are before the first one that a vector register's worth of bytes may be stored at."""
+    return -array.ctypes.data % STREAM_BYTES // array.itemsize
+
+
+def _compiled(fn: Callable[..., Any]) -> Any:
+    try:
+        return njit(nogil=True, cache=True)(fn)
+    except RuntimeError:  # there is nowhere to keep it: then each process compiles it for itself
+        return njit(nogil=True)(fn)
+
+
+@_compiled
+def _add(grad: Any, held: Any, out: Any) -> Any:
+    """Add, and return whether all of the sum is finite. All three are of one length: `_check_alike`."""
+    infinite = False
+    for i in range(len(out)):
+        x = grad[i] + held[i]
+        out[i] = x
+        infinite |= not (abs(x) < np.inf)
+    return not infinite
+
+
+def _past_the_cache(_: Any, out: Any, i: Any, source: Any, j: Any) -> Any:  # noqa: ARG001
+    """Store 32 bytes of `source` from element j on at element i of `out`, past the cache, which `out` would only fill.
+
+    A plain store reads the line it writes to first: a quarter of the bytes that a sum of two vectors moves.
+    Not even NUMBA_BOUNDSCHECK=1 checks this one: the caller proves that 32 bytes are there, on both sides, and that
+    element i of `out` lies at a multiple of 32 bytes, without which the processor faults.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, place, origin, first = arguments
+        to, _, start, _ = signature.args
+        lanes = ir.VectorType(context.get_value_type(to.dtype), STREAM_BYTES * BYTE_BITS // to.dtype.bitwidth)
+
+        def at(kind: Any, array: Any, element: Any) -> Any:
+            data = context.make_array(kind)(context, builder, array).data
+            return builder.bitcast(builder.gep(data, [element]), lanes.as_pointer())
+
+        value = builder.load(at(start, origin, first), align=to.dtype.bitwidth // BYTE_BITS)
+        store = builder.store(value, at(to, target, place), align=STREAM_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, source, types.intp), emit
+
+
+_stream: Any = intrinsic(_past_the_cache)
+
+
+@_compiled
+def _add_seeing(
+    grad: Any, held: Any, out: Any, sums: Any, bits: Any, lead: Any, edges: Any, floors: Any, magnitude: Any,
+    index: Any, value: Any,
+) -> Any:  # fmt: skip
+    """Add, and note what reaches its segment's floor, or is a NaN; return how many do, or that there was no room."""
+    count = np.uintp(0)
+    width = STREAM_BYTES // sums.itemsize
+    for segment in range(len(floors)):
+        low, high, floor = edges[segment], edges[segment + 1], floors[segment]  # `_edges`: 0 <= low <= high <= len
+        first = min(low + (lead - low) % width, high)  # the first aligned one; low <= first <= high
+        last = high - (high - first) % CHUNK
+        count = _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count, low, first)
+        count = _add_chunks(grad, held, out, sums, bits, floor, magnitude, index, value, count, first, last)
+        count = _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count, last, high)
+    return count
+
+
+@_compiled
+def _add_chunks(
+    grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
+    index: Any, value: Any, count: Any, first: Any, last: Any,
+) -> Any:  # fmt: skip
+    """Do so for whole chunks. Each is looked at while it is in the nearest cache, as `sums` and their `bits`.
+
+    All of first..last is inside, whole chunks of it, and if there is one, `first` is aligned; a chunk is a multiple of
+    32 bytes, as long as `sums`: so `_stream` is in its bounds, and aligned.
+    """
+    room = np.uintp(len(index) - LINE)
+    reaches = np.zeros(CHUNK, np.uint8)
+    lines = reaches.view(np.uint64)
+    for chunk in range(first, last, CHUNK):
+        ours, theirs = grad[chunk : chunk + CHUNK], held[chunk : chunk + CHUNK]
+        for i in range(CHUNK):
+            sums[i] = ours[i] + theirs[i]
+        for i in range(0, CHUNK, STREAM_BYTES // sums.itemsize):
+            _stream(out, chunk + i, sums, i)
+        for i in range(CHUNK):
+            reaches[i] = np.uint8((bits[i] & magnitude) >= floor)
+        for line in range(CHUNK // LINE):
+            if lines[line]:
+                count = min(count, room)  # there are room + LINE places, of which these are LINE
+                for i in range(line * LINE, line * LINE + LINE):
+                    index[count] = chunk + i
+                    value[count] = sums[i]
+                    count += np.uintp(reaches[i])
+    return count
+
+
+@_compiled
+def _add_few(
+    grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
+    index: Any, value: Any, count: Any, first: Any, last: Any,
+) -> Any:  # fmt: skip
+    """Do so for the few elements before the first whole chunk of a segment and behind its last."""
+    room = np.uintp(len(index) - LINE)
+    for i in range(first, last):
+        sums[0] = grad[i] + held[i]
+        out[i] = sums[0]
+        count = min(count, room)  # there are room + LINE places
+        index[count] = i
+        value[count] = sums[0]
+        count += np.uintp((bits[0] & magnitude) >= floor)
+    return count
+
+
+@_compiled
+def _at_least(bits: Any, floors: Any, magnitude: Any, infinity: Any, edges: Any, index: Any) -> Any:
+    """Write the places of what reaches its segment's floor into `index`; return how many, or too many."""
+    count, room = np.uintp(0), np.uintp(len(index) - LINE)
+    for segment in range(len(floors)):
+        low = edges[segment]  # `_edges`: 0 <= low <= high <= len
+        part = bits[low : edges[segment + 1]]
+        count = _at_least_in(part, floors[segment], magnitude, infinity, index, count, low)
+        if count > room:
+            break
+    return count
+
+
+@_compiled
+def _at_least_in(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, count: Any, start: Any) -> Any:
+    """Append the places of what reaches the floor in one segment. `index` has room + LINE places.
+
+    Unsigned counters: for signed ones every access would ask whether it counts from the end.
+    """
+    room = np.uintp(len(index) - LINE)
+    reaches = np.zeros(CHUNK, np.uint8)
+    lines = reaches.view(np.uint64)
+    whole = len(bits) - len(bits) % CHUNK
+    for chunk in range(0, whole, CHUNK):
+        for i in range(CHUNK):
+            reaches[i] = np.uint8((bits[chunk + i] & magnitude) >= floor)
+        for line in range(CHUNK // LINE):
+            if lines[line]:
+                if count > room:  # else the LINE places from `count` on are there
+                    return count
+                for i in range(chunk + line * LINE, chunk + line * LINE + LINE):
+                    index[count] = start + i
+                    count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+    for i in range(whole, len(bits)):
+        if count > room:
+            return count
+        index[count] = start + i
+        count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+    return count
+
+
+@_compiled
+def _mean_squares(acc: Any, held: Any, edges: Any) -> Any:
+    means = np.zeros(len(edges) - 1)
+    for segment in range(len(means)):
+        ours, theirs = acc[edges[segment] : edges[segment + 1]], held[edges[segment] : edges[segment + 1]]
+        for chunk in range(0, len(ours), CHUNK):
+            total = 0.0
+            after, before = ours[chunk : chunk + CHUNK], theirs[chunk : chunk + CHUNK]
+            for i in range(len(after)):
+                difference = np.float64(after[i]) - np.float64(before[i])
+                total += difference * difference
+            means[segment] += total
+        means[segment] /= max(len(ours), 1)
+    return means
+
+
+@_compiled
+def _count(bits: Any, shift: Any, counts: Any) -> None:
+    last = np.uintp(len(counts) - 1)  # all ones: it cuts the sign bit off, which -0.0 has, and many a NaN
+    for i in range(len(bits)):
+        counts[np.uintp(bits[i] >> shift) & last] += 1
+
+
+@_compiled
+def _members(bits: Any, array: Any, shift: Any, wanted: Any, last: Any, members: Any) -> None:
+    """Copy the members of a bin: `_count` counted as many, by the same bits, as `members` has room for."""
+    count = 0
+    for i in range(len(bits)):
+        if np.uintp(bits[i] >> shift) & np.uintp(last) == np.uintp(wanted):
+            members[count] = array[i]
+            count += 1
+
+
+@_compiled
+def _is_increasing(index: Any) -> Any:
+    falls = False
+    for i in range(1, len(index)):
+        falls |= index[i] <= index[i - 1]
+    return not falls
+
+
+def _trailing_zeros(_: Any, word: Any) -> Any:  # noqa: ARG001
+    """Return how many of the lowest bits of a word, which is not zero, are zero: one instruction, no loop."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), emit
+
+
+_lowest_bit: Any = intrinsic(_trailing_zeros)
+
+
+@_compiled
+def _merge(index: Any, value: Any, ends: Any, sums: Any, where: Any, what: Any) -> Any:
+    """Write the sum of the vectors that lie one after another, cut at `ends`, into `where` and `what`.
+
+    Window by window: its sums lie in the nearest cache, and a bit for each of them says whether there is one.
+    Each place that is written has at least one pair, and a pair has one place: so `where` is as long as `index`.
+    """
+    at, count = ends[:-1].copy(), np.uintp(0)
+    held = np.zeros(WINDOW // WORD_BITS, np.uint64)
+    while True:
+        start = np.int64(np.iinfo(np.int64).max)
+        for part in range(len(at)):
+            if at[part] < ends[part + 1]:
+                start = min(start, index[at[part]])
+        if start == np.iinfo(np.int64).max:
+            return count
+        for part in range(len(at)):
+            i, end = np.uintp(at[part]), np.uintp(ends[part + 1])
+            while i < end:
+                place = np.uintp(index[i] - start)  # unsigned: an index before `start`, out of order, is beyond, too
+                if place >= np.uintp(WINDOW):
+                    break
+                sums[place] += value[i]
+                held[place // np.uintp(WORD_BITS)] |= np.uint64(1) << np.uint64(place % np.uintp(WORD_BITS))
+                i += np.uintp(1)
+            at[part] = i
+        for word in range(len(held)):
+            bits, held[word] = held[word], 0
+            while bits:
+                place = np.uintp(word * WORD_BITS) + np.uintp(_lowest_bit(bits))  # below WINDOW: bits is not 0
+                where[count], what[count] = start + np.int64(place), sums[place]
+                sums[place] = -0.0
+                count += np.uintp(1)
+                bits &= bits - np.uint64(1)
+
+
+@_compiled
+def _shared(held: Any, index: Any, places: Any) -> Any:
+    """Walk along both, without a branch that depends on which is ahead: it could not be predicted."""
+    i, j, count = 0, 0, 0  # count <= i, since it goes up only with i
+    while i < len(index) and j < len(held):
+        ours, theirs = index[i], held[j]
+        places[count] = i
+        count += ours == theirs
+        i += ours <= theirs
+        j += theirs <= ours
+    return count
+
+
+@_compiled
+def _spread(index: Any, value: Any, out: Any, window: Any, lead: Any) -> None:
+    """Fill `out`, whose first aligned element is number `lead`; the indices are sorted, and all within it.
+
+    Each window is made in the nearest cache, where it is zero but for its pairs, and stored past the others: whole
+    windows from `lead` on, a multiple of 32 bytes each, so that `_stream` is in its bounds, and aligned.
+    """
+    first = min(lead, len(out))
+    last = len(out) - (len(out) - first) % WINDOW
+    at, end = np.uintp(_spread_few(index, value, 0, out, 0, first)), np.uintp(len(index))
+    for low in range(first, last, WINDOW):
+        begin = at
+        while at < end and index[at] < low + WINDOW:  # and not before `low`: all that is was passed above
+            window[np.uintp(index[at] - low)] = value[at]
+            at += np.uintp(1)
+        for i in range(0, WINDOW, STREAM_BYTES // window.itemsize):
+            _stream(out, low + i, window, i)
+        while begin < at:  # the same places
+            window[np.uintp(index[begin] - low)] = 0
+            begin += np.uintp(1)
+    _spread_few(index, value, np.int64(at), out, last, len(out))
+
+
+@_compiled
+def _spread_few(index: Any, value: Any, at: Any, out: Any, first: Any, last: Any) -> Any:
+    """Do so for the few elements before the first whole window and behind the last; return the pair that comes next."""
+    out[first:last] = 0
+    while at < len(index) and index[at] < last:  # and not before `first`, nor 0: they are sorted
+        out[index[at]] = value[at]
+        at += 1
+    return at
+
+
+@_compiled
+def _slots_of(index: Any, marker: Any, slots: Any) -> Any:
+    """Write each gap, in as many slots as it needs; return how many there are.
+
+    No gap is negative, as `pack` has made sure: so all of them together are the last index, and there is room for one
+    slot each and the last index // marker.
+    """
+    count, last = np.uintp(0), 0
+    for i in range(len(index)):
+        gap = index[i] - last
+        last = index[i]
+        while gap >= marker:
+            slots[count] = marker
+            count += np.uintp(1)
+            gap -= marker
+        slots[count] = gap
+        count += np.uintp(1)
+    return count
+
+
+@_compiled
+def _indices_of(slots: Any, marker: Any, index: Any) -> Any:
+    """Write the index that each slot ends at, over the last one if that was none; return how many there are.
+
+    count <= i, and `index` has a place for each slot.
+    """
+    count, place = np.uintp(0), np.int64(0)
+    for i in range(len(slots)):
+        place += slots[i]
+        index[count] = place
+        count += np.uintp(slots[i] != marker)
+    return count
+
+
+@_compiled
+def _join(slots: Any, packed: Any) -> None:
+    """Make three bytes of two slots of 12 bits; there is a slot, which is zero, behind an odd last one."""
+    for pair in range(len(packed) // 3):
+        low, high = slots[2 * pair], slots[2 * pair + 1]
+        packed[3 * pair] = low & 255
+        packed[3 * pair + 1] = low >> 8 | (high & 15) << 4
+        packed[3 * pair + 2] = high >> 4
+
+
+@_compiled
+def _split(packed: Any, slots: Any) -> None:
+    """Make two slots of three bytes; the last of them may have but two, and be one: `check_slots`."""
+    whole = min(len(slots) // 2, len(packed) // 3)
+    for pair in range(whole):
+        first, middle, last = packed[3 * pair], packed[3 * pair + 1], packed[3 * pair + 2]
+        slots[2 * pair] = np.uint16(first) | np.uint16(middle & 15) << 8
+        slots[2 * pair + 1] = np.uint16(middle >> 4) | np.uint16(last) << 4
+    if whole < len(slots) // 2:
+        slots[2 * whole] = np.uint16(packed[3 * whole]) | np.uint16(packed[3 * whole + 1] & 15) << 8

@@ -1,0 +1,244 @@
+"""What leaves: which elements of an accumulated gradient are worth sending.
+
+Three ways to choose about k of them: exactly (`top_k`), by a threshold (`threshold_for` and `at_least`), by a fitted
+normal distribution (`gaussian_threshold`); and one way to say what "large" means (`Ranking`). A threshold is a score,
+never an index; elements that equal it are chosen, zeros never are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oktopk.errors import InputError
+from oktopk.kernels import kernels_for
+from oktopk.kernels.scales import running, scales_of
+from oktopk.state import TRANSIENT
+
+if TYPE_CHECKING:
+    from oktopk.comm.base import Comm
+
+SAMPLE_HITS = 1024
+"""Sampled elements above a sampled threshold: its count errs by 1/sqrt(1024) = 3 %."""
+
+SKETCH = 32
+"""Scores that a rank tells when a global threshold is only estimated: the count it gives errs by k/16 at most."""
+
+BAND = (0.8, 1.25)
+"""A threshold is good while the count it gives is within this band around k."""
+
+TURN_EVERY = 16
+"""Steps from one in which owners keep some because it is their turn to the next."""
+
+ROUNDING = 1 - 2.0**-21
+"""Lowers a threshold by what |acc| / scale may lose when it is multiplied back, lest the k-th element miss it."""
+
+
+def num_selected(numel: int, density: float) -> int:
+    """Return k: at least one element, if there is one."""
+    return min(numel, max(1, int(numel * density)))
+
+
+def in_band(count: int, k: int) -> bool:
+    """Whether `count` is near enough to `k` to go on with the threshold that gave it."""
+    return BAND[0] * k <= count <= BAND[1] * k
+
+
+@dataclass
+class Ranking:
+    """The order of size: |acc|, or |acc| over the scale of its segment.
+
+    `bounds` cut the vector into segments (rows of matrices): first 0, last numel. `squares` has a running mean of the
+    squared gradient for each of them, `scale` what follows from it.
+
+    A scale depends on gradients alone, never on the residual: where an element waits, its residual grows and its scale
+    does not, so that it is sent after a bounded number of steps (docs/learning.md).
+    """
+
+    bounds: Tensor
+    squares: Tensor
+    scale: Tensor
+    fresh: Tensor | None = field(default=None, metadata=TRANSIENT)
+
+    @staticmethod
+    def by_magnitude(numel: int) -> Ranking:
+        """Return the ranking of the paper: one segment, of scale 1."""
+        return Ranking.by_segment(numel, [numel])
+
+    @staticmethod
+    def by_segment(numel: int, lengths: Sequence[int]) -> Ranking:
+        """Return a ranking over segments of these lengths, all of scale 1 until `rescale_`."""
+        if any(not isinstance(length, int) or length < 0 for length in lengths) or sum(lengths) != numel:
+            raise InputError(f"segments must add up to the tensor's {numel} elements, in whole lengths, not {lengths}")
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        squares = torch.zeros(len(lengths), dtype=torch.float64)
+        return Ranking(bounds, squares, torch.ones_like(squares))
+
+    def mean_squares(self, acc: Tensor, held: Tensor) -> Tensor:
+        """Return the mean of the squared gradient, acc - held, over each segment, 0 for an empty one."""
+        return kernels_for(acc).mean_squares(acc, held, self.bounds.numpy())
+
+    def rescale_(self, mean_squares: Tensor) -> None:
+        """Make the scales anew, with one more measurement of the gradient, which counts once the step is committed."""
+        self.fresh = running(self.squares, mean_squares)
+        self.scale = scales_of(self.fresh, self.bounds.diff())
+
+    def commit_(self) -> None:
+        """Keep the measurement: a step that is refused is made again, and measures again."""
+        if self.fresh is not None:
+            self.squares, self.fresh = self.fresh, None
+
+    def score(self, value: Tensor, index: Tensor) -> Tensor:
+        """Return how large each `value` is, given where it stands: finite for finite values; `index` is sorted."""
+        if self.is_magnitude:
+            return value.abs()
+        counts = torch.searchsorted(index, self.bounds.to(index.device)).diff()
+        scale = self.scale.to(value).repeat_interleave(counts)
+        return (value.abs() / scale).clamp_(max=torch.finfo(value.dtype).max)
+
+    @property
+    def is_magnitude(self) -> bool:
+        """Whether a score is just a magnitude."""
+        return len(self.scale) == 1
+
+    def thresholds(self, threshold: float) -> NDArray[np.float64]:
+        """Return the magnitude that `threshold` means in each segment."""
+        means: NDArray[np.float64] = (self.scale * threshold * (1 if self.is_magnitude else ROUNDING)).numpy()
+        return means
+
+
+def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
+    """Return the sorted indices of the elements that reach the threshold."""
+    return kernels_for(acc).at_least(acc, ranking.bounds.numpy(), ranking.thresholds(threshold))
+
+
+def largest(score: Tensor, limit: int, turn: int) -> Tensor:
+    """Return the sorted places of the `limit` largest scores; of those that equal the last one, others every `turn`."""
+    if len(score) <= limit:
+        return torch.arange(len(score), device=score.device)
+    least = kth_largest(score, limit)
+    chosen = score > least
+    equal = (score == least).nonzero().view(-1)
+    chosen[in_turn(equal, limit - int(chosen.sum()), turn)] = True
+    return chosen.nonzero().view(-1)
+
+
+def turns_first_(score: Tensor, share: int, step: int) -> Tensor:
+    """In every `TURN_EVERY`-th step, make the scores of those whose turn it is the largest: half of an owner's share.
+
+    Whatever a rank sends again and again is then delivered after a bounded number of steps, although other sums are
+    larger: where ranks disagree, a sum is small, or zero, and what makes it would hold its slots for ever.
+    """
+    if step % TURN_EVERY == TURN_EVERY - 1:
+        places = torch.arange(len(score), device=score.device)
+        score[in_turn(places, max(share // 2, 1), step // TURN_EVERY)] = torch.finfo(score.dtype).max
+    return score
+
+
+def in_turn(index: Tensor, limit: int, turn: int) -> Tensor:
+    """Return at most `limit` of `index`, starting elsewhere every `turn`: all have been chosen after a round."""
+    if len(index) <= limit:
+        return index
+    start = turn * limit % len(index)
+    wrapped = max(start + limit - len(index), 0)
+    return torch.cat([index[:wrapped], index[start : start + limit]])
+
+
+def kth_largest(score: Tensor, k: int) -> float:
+    """Return the k-th largest score, 0 if there are not so many."""
+    if k > len(score) or k < 1:
+        return 0.0
+    return kernels_for(score).kth_largest(score, k)
+
+
+def kth_largest_of_all(score: Tensor, k: int, comm: Comm) -> float:
+    """Return the k-th largest of all ranks' float32 scores, 0 if there are not so many, the same on every rank.
+
+    A radix select over the bits of the scores, which order non-negative floats: four sums of 256 counts, however many
+    scores there are.
+    """
+    if k < 1:
+        return 0.0
+    key, prefix, wanted = score.view(torch.int32), 0, k
+    for shift in (24, 16, 8, 0):
+        digits = (key[(key >> shift + 8) == prefix] >> shift) & 255 if shift < 24 else key >> shift
+        counts = comm.all_reduce(torch.bincount(digits, minlength=256)).flip(0).cumsum(0).cpu()
+        place = int(torch.searchsorted(counts, wanted))
+        if place == 256:
+            return 0.0
+        wanted -= int(counts[place - 1]) if place else 0
+        prefix = prefix << 8 | 255 - place
+    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32))
+
+
+def kth_largest_by_sketch(score: Tensor, k: int, comm: Comm) -> float:
+    """Return about the k-th largest of all ranks' float32 scores, the same on every rank, from one small message each.
+
+    A rank tells `SKETCH` of its largest 4k/P scores, evenly spaced; each stands for as many as lie around it.
+    """
+    reach = min(len(score), math.ceil(4 * k / comm.size))
+    largest = torch.topk(score, reach).values
+    places = ((torch.arange(SKETCH, device=score.device) + 0.5) * reach / SKETCH).long()
+    told = largest[places] if reach else score.new_zeros(SKETCH)
+    every = comm.all_gather(torch.cat([told, score.new_tensor([reach / SKETCH])])).cpu()
+    value, order = every[:, :-1].reshape(-1).sort(descending=True)
+    counts = every[:, -1:].expand(-1, SKETCH).reshape(-1)[order].double().cumsum(0)
+    place = int(torch.searchsorted(counts, float(k)))
+    return float(value[place]) if place < len(value) else 0.0
+
+
+def top_k(score: Tensor, k: int) -> Tensor:
+    """Return the sorted indices of the k largest scores: ties go to the lowest index, zeros are never chosen."""
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device=score.device)
+    threshold = kth_largest(score, min(k, len(score)))
+    if threshold == 0:
+        return (score > 0).nonzero().view(-1)
+    reach = kernels_for(score).at_least(score, [0, len(score)], [threshold])
+    if len(reach) > k:
+        ties = (score[reach] == threshold).nonzero().view(-1)
+        keep = torch.ones_like(reach, dtype=torch.bool)
+        keep[ties[len(ties) - (len(reach) - k) :]] = False
+        reach = reach[keep]
+    return reach
+
+
+def exact_threshold(acc: Tensor, k: int, ranking: Ranking) -> float:
+    """Return the k-th largest score of the whole vector."""
+    return 0.0 if k >= len(acc) else kth_largest(_scores(acc, ranking), k)
+
+
+def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float:
+    """Return the k-th largest score as a random sample tells it; exactly where the sample would be the whole.
+
+    It is measured on the vector at hand, so that it follows a gradient that grows a hundredfold in one step, and
+    has no loop that could oscillate: the count of what passes is an estimate's, within about 3 % of k.
+    """
+    numel = len(acc)
+    size = SAMPLE_HITS * numel // max(k, 1)
+    if size >= numel or k >= numel:
+        return exact_threshold(acc, k, ranking)
+    places = torch.randint(numel, (size,), generator=torch.Generator().manual_seed(seed)).sort().values.to(acc.device)
+    return kth_largest(ranking.score(acc[places], places), round(size * k / numel))
+
+
+def gaussian_threshold(acc: Tensor, density: float) -> float:
+    """Return the magnitude that a `density` of the elements would pass if they were normally distributed."""
+    if density >= 1 or len(acc) < 2:
+        return 0.0
+    std, mean = torch.std_mean(acc)
+    return abs(float(mean)) + NormalDist().inv_cdf(1 - density / 2) * float(std)
+
+
+def _scores(acc: Tensor, ranking: Ranking) -> Tensor:
+    if ranking.is_magnitude:
+        return acc.abs()
+    return ranking.score(acc, torch.arange(len(acc), device=acc.device))

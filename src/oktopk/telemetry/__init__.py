@@ -1,0 +1,28 @@
+"""Step records, their sinks, and their summary."""
+
+from oktopk.telemetry.record import PHASES, StepRecord, record_of, total_of
+from oktopk.telemetry.sinks import (
+    SINK_PATIENCE_S,
+    CallbackSink,
+    JsonlSink,
+    MemorySink,
+    Sink,
+    Sinks,
+    TensorBoardSink,
+)
+from oktopk.telemetry.summary import Summary
+
+__all__ = [
+    "PHASES",
+    "SINK_PATIENCE_S",
+    "CallbackSink",
+    "JsonlSink",
+    "MemorySink",
+    "Sink",
+    "Sinks",
+    "StepRecord",
+    "Summary",
+    "TensorBoardSink",
+    "record_of",
+    "total_of",
+]

@@ -1,0 +1,214 @@
+"""Sinks: where step records go, on a thread of their own that cannot hold training up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from oktopk.telemetry.record import StepRecord
+
+SINK_PATIENCE_S = 30.0
+"""Seconds that a sink may take for one record: a slow disk does, a server that does not answer is given up."""
+
+GRACE_S = 1.0
+"""Seconds more for a sink that seems to hang: it may be the whole process that was stopped, and goes on."""
+
+BACKLOG = 1024
+"""Calls of sinks that may wait: some 10 MB of records. Beyond that training waits for the sinks."""
+
+_log = logging.getLogger("oktopk")
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+class MemorySink:
+    """Keeps the records in a list."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        self.records.append(record)
+
+    def close(self) -> None:
+        """See `Sink`."""
+
+
+class CallbackSink:
+    """Hands the records to a function."""
+
+    def __init__(self, callback: Callable[[StepRecord], object]) -> None:
+        self._callback = callback
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        self._callback(record)
+
+    def close(self) -> None:
+        """See `Sink`."""
+
+
+class JsonlSink:
+    """Appends one JSON line a record, flushed every step: a killed job's file is whole up to its last line."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Writes the figures of each step as TensorBoard scalars. Needs `pip install oktopk[train]`."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoardSink needs TensorBoard: pip install 'oktopk[train]'") from error
+        self._writer: Any = SummaryWriter(str(directory))
+
+    def write(self, record: StepRecord) -> None:
+        """See `Sink`."""
+        for name in ("sparsity", "compression_ratio", "selected", "nnz", "sent_bytes", "received_bytes", "threshold"):
+            value = getattr(record, name)
+            if value is not None:
+                self._writer.add_scalar(f"oktopk/{name}", value, record.step)
+        for phase, seconds in record.seconds.items():
+            self._writer.add_scalar(f"oktopk/seconds/{phase}", seconds, record.step)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._writer.close()
+
+
+class Sinks:
+    """Several sinks, none of which can break training or hold it up: a thread of their own writes to them, in order.
+
+    One that fails, or takes longer than `patience_s` for a record, is reported once and dropped.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink | Callable[[StepRecord], object]], patience_s: float = SINK_PATIENCE_S
+    ) -> None:
+        self._sinks: list[Sink] = [_as_sink(sink) for sink in sinks]
+        self._patience_s = patience_s
+        self._changed = threading.Condition()  # guards all below
+        self._due: deque[tuple[Sink, Callable[[], None]]] = deque()
+        self._at: Sink | None = None  # the one that is being called, since when
+        self._since_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._start()
+
+    def write(self, record: StepRecord) -> None:
+        """Hand the record to every sink, soon; wait only for those that are far behind."""
+        with self._changed:
+            if self._at is not None and time.monotonic() - self._since_s > self._patience_s:
+                self._wait_for(self._is_elsewhere_than(self._at), GRACE_S)
+            self._wait_for(lambda: len(self._due) < BACKLOG, self._patience_s)
+            self._call_all([(sink, partial(sink.write, record)) for sink in self._sinks])
+
+    def close(self) -> None:
+        """Close every sink, after its last record; wait for none longer than the patience."""
+        with self._changed:
+            self._call_all([(sink, sink.close) for sink in self._sinks])
+            self._wait_for(lambda: not self._due and self._at is None, self._patience_s)
+            thread, self._thread = self._thread, None
+            self._sinks.clear()
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(self._patience_s)
+
+    def _call_all(self, calls: Sequence[tuple[Sink, Callable[[], None]]]) -> None:
+        self._due.extend(calls)
+        self._changed.notify_all()
+
+    def _start(self) -> None:
+        """Start a thread that makes the calls, if there is a sink to call."""
+        self._thread = threading.Thread(target=self._run, name="oktopk sinks", daemon=True) if self._sinks else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def _wait_for(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Wait; as often as that takes too long, drop the sink that is being called."""
+        while not self._changed.wait_for(ready, seconds) and self._at is not None:
+            sink, self._at = self._at, None
+            self._drop(sink)
+            _log.warning("sink %s hangs, and gets no more records: it took over %g s", _name_of(sink), self._patience_s)
+            try:
+                self._start()  # another thread: this one may never come back
+            except RuntimeError as error:  # Python is ending, and starts no more threads
+                _log.warning("the last records did not reach %s: %r", [_name_of(each) for each in self._sinks], error)
+                self._due.clear()
+
+    def _is_elsewhere_than(self, sink: Sink) -> Callable[[], bool]:
+        since_s = self._since_s
+        return lambda: self._at is not sink or self._since_s != since_s
+
+    def _drop(self, sink: Sink) -> None:
+        self._sinks.remove(sink)
+        self._due = deque(each for each in self._due if each[0] is not sink)
+
+    def _run(self) -> None:
+        while (call := self._next()) is not None:
+            sink, write = call
+            error: Exception | None = None
+            try:
+                write()
+            except Exception as raised:  # whatever a user's sink raises, training goes on without it
+                error = raised
+            self._is_over(sink, error)
+
+    def _next(self) -> tuple[Sink, Callable[[], None]] | None:
+        """Wait for the next call; None when this thread is not to make any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._due or self._is_given_up())
+            if self._is_given_up():
+                return None
+            call = self._due.popleft()
+            self._at, self._since_s = call[0], time.monotonic()
+            return call
+
+    def _is_over(self, sink: Sink, error: Exception | None) -> None:
+        with self._changed:
+            if self._is_given_up():
+                return
+            self._at = None
+            if error is not None:
+                self._drop(sink)
+                _log.warning("sink %s failed, and gets no more records: %r", _name_of(sink), error)
+            self._changed.notify_all()
+
+    def _is_given_up(self) -> bool:
+        return self._thread is not threading.current_thread()
+
+
+def _name_of(sink: Sink) -> str:
+    return f"{sink._callback!r}" if isinstance(sink, CallbackSink) else type(sink).__name__
+
+
+def _as_sink(sink: Sink | Callable[[StepRecord], object]) -> Sink:
+    return sink if hasattr(sink, "write") else CallbackSink(sink)  # type: ignore[return-value]

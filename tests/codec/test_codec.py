@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oktopk import MalformedError, Sparse
+from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec.values import WIRES, round_to
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Sparse:
+    numel = draw(st.sampled_from([1, 40, 2**24 + 10, 2**31 - 1, 2**31, 2**33 + 5]))
+    index = sorted(draw(st.sets(st.integers(0, numel - 1), max_size=9)))
+    value = draw(st.lists(FLOATS, min_size=len(index), max_size=len(index)))
+    return Sparse(torch.tensor(index, dtype=torch.int64), torch.tensor(value, dtype=torch.float32), numel)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@given(part=parts(), spare=st.integers(0, 3), note=st.integers(0, 2**62 - 1))
+def test_what_is_encoded_comes_back(wire: str, dtype: torch.dtype, part: Sparse, spare: int, note: int) -> None:
+    codec, capacity = Codec(part.numel, wire), part.nnz + spare
+    block = codec.encode(part, capacity, note)
+    assert (block.dtype, len(block)) == (torch.int32, codec.words(capacity))
+    back, said = codec.decode(block, dtype, capacity)
+    assert torch.equal(back.index, part.index)
+    assert torch.equal(back.value, codec.rounded(part).value.to(dtype))
+    assert (back.value.dtype, back.numel, said) == (dtype, part.numel, note)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@given(part=parts())
+def test_rounding_and_rounded_make_the_whole(wire: str, part: Sparse) -> None:
+    codec = Codec(part.numel, wire)
+    lost = codec.rounding(part)
+    assert (lost is None) == (wire == "fp32")
+    whole = codec.rounded(part).value.double() + (0 if lost is None else lost.double())
+    assert torch.equal(whole, part.value.double())
+
+
+def test_float64_loses_to_float32_and_says_so() -> None:
+    part = Sparse(torch.tensor([0]), torch.tensor([0.1], dtype=torch.float64), 1)
+    lost = Codec(1, "fp32").rounding(part)
+    assert lost is not None
+    assert float(lost) == 0.1 - float(torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("numel", [100, 2**33])
+def test_blocks_in_a_row_stay_aligned(wire: str, numel: int) -> None:
+    """int64 indices are read in place, so that a block behind an odd one must still start at an even word."""
+    codec = Codec(numel, wire)
+    many = [Sparse(torch.arange(count), torch.arange(1.0, count + 1), numel) for count in (1, 3, 0, 2, 5)]
+    row = torch.cat([codec.encode(part) for part in many])
+    for part, block in zip(many, torch.split(row, [codec.words(part.nnz) for part in many]), strict=True):
+        back, _ = codec.decode(block, torch.float32)
+        assert torch.equal(back.index, part.index)
+        assert torch.equal(back.value, part.value)
+
+
+@pytest.mark.parametrize(
+    ("numel", "wire", "capacity", "words"),
+    [
+        (100, "fp32", 0, 0),
+        (100, "fp32", 7, 14),
+        (100, "bf16", 7, 2 + 4),  # gaps of 8 bits
+        (10_000_000, "bf16", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 5_000),  # of 12, up to 2,441 of them empty
+        (100_000_000, "bf16", 10_000, (10_000 + 1_526) // 2 + 5_000),  # of 16
+        (10_000_000, "bf16", 3, 3 + 2),  # too few to be worth packing
+        (2**31 - 1, "fp32", 5, 10),
+        (2**31, "fp32", 5, 10 + 6),
+        (2**31, "bf16", 5, 10 + 4),
+        (100, "int8", 7, 2 + 1 + 2),  # one scale
+        (10_000_000, "int8", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 40 + 2_500),
+        (2**31, "int8", 5, 10 + 4),
+    ],
+)
+def test_the_size_of_a_block(numel: int, wire: str, capacity: int, words: int) -> None:
+    assert Codec(numel, wire).words(capacity) == HEADER_WORDS + words
+
+
+def test_encoding_in_place_writes_only_what_it_must() -> None:
+    codec = Codec(50)
+    block = torch.full((codec.words(4),), -9, dtype=torch.int32)
+    codec.encode_into_(block, Sparse(torch.tensor([3, 8]), torch.tensor([1.0, 2.0]), 50), 4, note=5)
+    assert block[HEADER_WORDS : HEADER_WORDS + 4].tolist() == [3, 8, -9, -9]
+    assert codec.decode(block, torch.float32, 4)[0].value.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_would_overflow_becomes_the_largest_number(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    rounded = round_to(torch.tensor([3.4e38, -3.4e38, 1.0]), dtype)
+    assert rounded.tolist() == [largest, -largest, 1.0]
+    assert round_to(torch.tensor([1e300], dtype=torch.float64), torch.float32).tolist() == [
+        torch.finfo(torch.float32).max
+    ]
+
+
+@pytest.mark.parametrize("numel", [1_000_000, 27_569_568, 500_000_000])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_pair_of_the_bf16_wire_takes_at_most_four_bytes_at_one_percent(numel: int, size: int) -> None:
+    capacity = numel // 100 * 5 // 4 // size
+    assert 4 * (Codec(numel, "bf16").words(capacity) - HEADER_WORDS) / capacity <= 4
+
+
+@pytest.mark.parametrize("numel", [1_000_000, 27_569_568, 500_000_000])
+def test_a_pair_of_the_int8_wire_takes_a_byte_less(numel: int) -> None:
+    capacity = numel // 100 * 5 // 4 // 4
+    bf16, int8 = (4 * Codec(numel, wire).words(capacity) / capacity for wire in ("bf16", "int8"))
+    assert 0.97 < bf16 - int8 < 1
+
+
+# ---- blocks that cannot be
+
+
+PACKED, PLAIN = ("int8", 10_000), ("fp32", 10_000)
+
+
+def block_of(wire: str, numel: int, count: int = 600, capacity: int = 700) -> tuple[Codec, torch.Tensor]:
+    codec = Codec(numel, wire)
+    part = Sparse(torch.arange(count) * (numel // count), torch.linspace(1, 2, count), numel)
+    return codec, codec.encode(part, capacity, note=7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "written", "said"),
+    [
+        (PLAIN, 0, -1, "says -1 pairs, where there can be 0 to 700"),
+        (PLAIN, 0, 701, "says 701 pairs"),
+        (PLAIN, 1, 1, "says 1 slots, where there can be 0 to 0"),
+        (PLAIN, 2, -5, "note"),
+        (PLAIN, 3, -(2**31), "note"),
+        (PLAIN, HEADER_WORDS, -1, "leave 0..9999"),
+        (PLAIN, HEADER_WORDS + 599, 10_000, "leave 0..9999"),
+        (PLAIN, HEADER_WORDS + 3, 0, "strictly increasing"),
+        (PLAIN, HEADER_WORDS + 700, 0x7F800000, "NaN or infinite"),
+        (PLAIN, HEADER_WORDS + 701, 0x7FC00000, "NaN"),
+        (PLAIN, HEADER_WORDS + 702, -1, "NaN"),
+        (PACKED, 0, 2**31 - 1, "pairs"),
+        (PACKED, 1, -1, "says -1 slots"),
+        (PACKED, 1, 599, "says 599 slots, where there can be 600"),
+        (PACKED, 1, 2**31 - 1, "slots"),
+        (PACKED, 0, 599, "600 indices"),
+        (PACKED, HEADER_WORDS, -1, "indices"),
+        (PACKED, -178, 0x7FC00000, "scale"),
+        (PACKED, -178, -0x40800000, "scale"),  # -1.0
+        (PACKED, -178, 0x7F800000, "NaN or infinite"),
+    ],
+)
+def test_a_block_that_cannot_be_is_refused(kind: tuple[str, int], word: int, written: int, said: str) -> None:
+    """-1 slots made room for none and wrote thousands; NaN was ranked, which wrote behind a histogram."""
+    codec, block = block_of(*kind)
+    codec.decode(block, torch.float32, 700)
+    block[word] = written
+    with pytest.raises(MalformedError, match=f"malformed message from rank 3: .*{re.escape(said)}"):
+        codec.decode(block, torch.float32, 700, source=3)
+
+
+@pytest.mark.parametrize("kind", [PACKED, PLAIN])
+def test_a_block_of_another_length_is_refused(kind: tuple[str, int]) -> None:
+    codec, block = block_of(*kind)
+    for other in (block[:3], block[:-1], torch.cat([block, block[:1]]), block.long()):
+        with pytest.raises(MalformedError, match="a block"):
+            codec.decode(other, torch.float32, 700)
+    with pytest.raises(MalformedError, match="a block of 600 pairs has"):
+        codec.decode(block, torch.float32)  # just enough room for as many as it says
+
+
+def test_a_region_refuses_indices_of_another() -> None:
+    codec, block = block_of(*PLAIN)
+    with pytest.raises(MalformedError, match=r"indices 0\.\.9584 leave 5\.\.9999"):
+        codec.decode(block, torch.float32, 700, between=(5, 10_000))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_sum_that_overflowed_still_arrives(wire: str) -> None:
+    part = Sparse(torch.arange(3), torch.tensor([1.0, math.inf, -math.inf]), 10)
+    block = Codec(10, wire).encode(part)
+    value = Codec(10, wire).decode(block, torch.float32, sums=True)[0].value
+    assert value.isinf()[1:].all()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@given(
+    numel=st.sampled_from([1, 40, 70_000, 2**31 - 1, 2**31, 2**40]),
+    capacity=st.integers(0, 300),
+    header=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 400), min_size=4, max_size=4),
+    seed=st.integers(0, 2**32),
+    spare=st.integers(-3, 3),
+)
+def test_a_block_of_any_words_is_decoded_or_refused(
+    wire: str, numel: int, capacity: int, header: list[int], seed: int, spare: int
+) -> None:
+    codec = Codec(numel, wire)
+    random = torch.Generator().manual_seed(seed)
+    block = torch.randint(-(2**31), 2**31, (max(codec.words(capacity) + spare, 0),), generator=random).int()
+    block[:HEADER_WORDS] = torch.tensor(header[: len(block)], dtype=torch.int32)
+    for room in (capacity, None):
+        with contextlib.suppress(MalformedError):
+            part, note = codec.decode(block, torch.float32, room)
+            assert part.nnz <= min(header[0], numel)
+            assert 0 <= note < 2**62

@@ -1,0 +1,25 @@
+"""What a lane makes of gradients, wherever DDP has put them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from oktopk import Comm, run_local
+from oktopk.comm import MeteredComm
+from oktopk.ddp.context import StepContext
+from oktopk.ddp.group import make_groups
+
+
+def test_gradients_that_touch_in_two_storages_are_two() -> None:
+    """As where the allocator puts two buckets side by side."""
+
+    def job(comm: Comm) -> list[list[float]]:
+        memory = np.arange(12, dtype=np.float32)
+        first, second = torch.from_numpy(memory[:8]), torch.from_numpy(memory[8:])
+        assert first.data_ptr() + first.nbytes == second.data_ptr()
+        (group,) = make_groups([("b", second), ("a", first)], cap_bytes=1 << 20)
+        group.start_({"a": first, "b": second}, StepContext(0, None), MeteredComm(comm))()
+        return [first.tolist(), second.tolist()]
+
+    assert run_local(2, job) == [[list(range(8)), list(range(8, 12))]] * 2

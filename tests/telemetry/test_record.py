@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from oktopk import Dense, Reduced, Reducer, Sparse, StepRecord, TopkA, run_local
+from oktopk.telemetry.record import ratio_of, sparsity_of
+
+
+def test_sparsity_and_compression_of_nothing_something_and_everything() -> None:
+    assert [sparsity_of(nnz, 10) for nnz in (0, 1, 10)] == [1.0, 0.9, 0.0]
+    assert [ratio_of(nnz, 10) for nnz in (0, 1, 10)] == [None, 10.0, 1.0]
+    assert (sparsity_of(0, 0), ratio_of(0, 0)) == (0.0, 1.0)
+
+
+def _record(algorithm: object) -> StepRecord:
+    def job(comm: object) -> StepRecord:
+        reducer = Reducer(algorithm, comm)
+        reducer.all_reduce(torch.arange(1.0, 101))
+        return reducer.last
+
+    return run_local(2, job)[1]
+
+
+def test_the_record_of_a_dense_step() -> None:
+    record = _record(Dense())
+    assert (record.phase, record.nnz, record.sparsity, record.compression_ratio) == ("dense", 100, 0.0, 1.0)
+    assert (record.nominal_bytes, record.selected, record.threshold) == (400, 100, None)
+    assert record.sent_bytes == 4 * 100 + 8  # 2 n (P-1)/P words, and a verdict
+    assert (record.world_size, record.dense_tail_numel, record.nnz_by_owner) == (2, 100, ())
+
+
+def test_the_record_of_a_sparse_step() -> None:
+    record = _record(TopkA(density=0.05))
+    assert (record.phase, record.nnz, record.sparsity, record.compression_ratio) == ("sparse", 5, 0.95, 20.0)
+    assert (record.nominal_bytes, record.selected) == (40, 5)
+    assert record.sent_bytes == record.received_bytes == 4 * (4 + 2 * 5) + 8
+    assert record.messages == 2
+    assert (record.world_size, record.dense_tail_numel) == (2, 0)
+    assert sum(made["sent_bytes"] for made in record.collectives.values()) == record.sent_bytes
+    assert set(record.sent_by_phase) == {"agree", "gather"}
+    assert {"accumulate", "select", "gather", "apply"} <= set(record.seconds)
+
+
+def test_a_record_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        _record(Dense()).step = 5
+
+
+def test_no_figure_is_ever_nan() -> None:
+    figures = dataclasses.asdict(_record(TopkA(density=0.05)))
+    assert not any(isinstance(figure, float) and math.isnan(figure) for figure in figures.values())
+
+
+@pytest.mark.parametrize(
+    ("taken", "selected"),
+    [
+        (torch.tensor([0, 2]), 2),
+        (torch.tensor([True, False, True, True]), 3),
+        (slice(None), 4),
+        (slice(1, 3), 2),
+    ],
+    ids=["index", "mask", "everything", "slice"],
+)
+def test_a_custom_algorithm_that_does_not_count_is_counted_for(taken: torch.Tensor | slice, selected: int) -> None:
+    class Mine:
+        def init(self, *_: object) -> None:
+            return None
+
+        def reduce(self, acc: torch.Tensor, *_: object) -> Reduced:
+            keep = torch.zeros(4, dtype=torch.bool)
+            keep[taken] = True
+            return Reduced(Sparse.pick(acc, keep.nonzero().view(-1)), taken)
+
+    def job(comm: object) -> tuple[StepRecord, torch.Tensor]:
+        reducer = Reducer(Mine(), comm)
+        reducer.all_reduce(torch.tensor([1.0, 2, 3, 4]))
+        return reducer.last, reducer.residual
+
+    ((record, residual),) = run_local(1, job)
+    assert record.selected == selected
+    assert int(residual.count_nonzero()) == 4 - selected

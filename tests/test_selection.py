@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oktopk import InputError
+from oktopk.selection import (
+    Ranking,
+    at_least,
+    exact_threshold,
+    gaussian_threshold,
+    in_band,
+    in_turn,
+    kth_largest,
+    kth_largest_of_all,
+    largest,
+    num_selected,
+    sampled_threshold,
+    top_k,
+)
+from tests.harness import on_threads
+
+SMALL = st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.0, 2.5, 7.0, 1e-45]), max_size=40)
+
+
+@pytest.mark.parametrize(
+    ("numel", "density", "k"),
+    [(0, 0.5, 0), (1, 1e-9, 1), (10, 0.1, 1), (10, 0.99, 9), (10, 1.0, 10), (27_569_568, 0.02, 551_391)],
+)
+def test_k_is_at_least_one_if_there_is_one(numel: int, density: float, k: int) -> None:
+    assert num_selected(numel, density) == k
+
+
+@given(score=SMALL, k=st.integers(0, 50))
+def test_top_k_takes_the_largest_and_of_equals_the_first(score: list[float], k: int) -> None:
+    order = sorted((i for i, x in enumerate(score) if x > 0), key=lambda i: (-score[i], i))
+    assert top_k(torch.tensor(score), k).tolist() == sorted(order[:k])
+
+
+@given(score=SMALL, k=st.integers(0, 50))
+def test_the_kth_largest(score: list[float], k: int) -> None:
+    expected = sorted(score, reverse=True)[k - 1] if 1 <= k <= len(score) else 0.0
+    assert kth_largest(torch.tensor(score), k) == float(torch.tensor(expected))
+
+
+@given(scores=st.lists(SMALL, min_size=1, max_size=4), k=st.integers(0, 100))
+def test_the_kth_largest_of_all_ranks(scores: list[list[float]], k: int) -> None:
+    def job(comm: Any) -> float:
+        return kth_largest_of_all(torch.tensor(scores[comm.rank]), k, comm)
+
+    everything = sorted((x for score in scores for x in score), reverse=True)
+    expected = everything[k - 1] if 1 <= k <= len(everything) else 0.0
+    assert on_threads(len(scores), job) == [float(torch.tensor(expected))] * len(scores)
+
+
+def test_the_kth_largest_of_all_of_any_size() -> None:
+    """A radix select over the bits has to be right for every exponent, Inf included."""
+    score = torch.cat(
+        [torch.randn(5000, generator=torch.Generator().manual_seed(0)).abs() * 10.0**e for e in range(-45, 39, 7)]
+    )
+    score = torch.cat([score, torch.tensor([math.inf, 0.0, 1e-45])])
+    expected = score.sort(descending=True).values
+    for k in (1, 2, 100, 5000, 30_000, len(score) - 1, len(score)):
+        found = on_threads(2, lambda comm, k=k: kth_largest_of_all(score[comm.rank :: 2].contiguous(), k, comm))
+        assert found == [float(expected[k - 1])] * 2
+
+
+@given(length=st.integers(0, 40), limit=st.integers(0, 45), turn=st.integers(0, 500))
+def test_in_turn_is_some_of_them_in_order(length: int, limit: int, turn: int) -> None:
+    index = torch.arange(length) * 3
+    chosen = in_turn(index, limit, turn)
+    assert len(chosen) == min(length, limit)
+    assert bool((chosen.diff() > 0).all())
+    assert set(chosen.tolist()) <= set(index.tolist())
+
+
+@given(length=st.integers(1, 40), limit=st.integers(1, 40), start=st.integers(0, 100))
+def test_in_turn_leaves_nobody_out_for_ever(length: int, limit: int, start: int) -> None:
+    turns = range(start, start + math.ceil(length / limit) + 1)
+    seen = {int(i) for turn in turns for i in in_turn(torch.arange(length), limit, turn)}
+    assert seen == set(range(length))
+
+
+@given(score=st.lists(st.integers(0, 4), max_size=40), limit=st.integers(1, 45), turn=st.integers(0, 100))
+def test_the_largest_go_first_and_equals_in_turn(score: list[int], limit: int, turn: int) -> None:
+    size = torch.tensor(score, dtype=torch.float32)
+    chosen = largest(size, limit, turn)
+    assert bool((chosen.diff() > 0).all())
+    assert sorted(size[chosen].tolist()) == sorted(score)[-limit:]
+    rounds = [largest(size, limit, turn + later) for later in range(len(score) + 1)]
+    least = min(size[chosen].tolist(), default=0)
+    equal = {place for place, each in enumerate(score) if each == least}
+    assert equal <= {int(place) for each in rounds for place in each}
+
+
+def test_the_band_includes_its_ends() -> None:
+    assert [in_band(count, 100) for count in (79, 80, 100, 125, 126)] == [False, True, True, True, False]
+
+
+# ---- thresholds
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("segments", [(), (100, 0, 1900, 3000)])
+def test_the_exact_threshold_selects_exactly_k(seed: int, segments: tuple[int, ...]) -> None:
+    acc = _heavy(5000, seed)
+    ranking = _scaled(acc, segments)
+    for k in (1, 7, 500, 4999):
+        threshold = exact_threshold(acc, k, ranking)
+        assert threshold > 0
+        assert len(at_least(acc, threshold, ranking)) == k
+
+
+def test_the_exact_threshold_of_everything_is_0() -> None:
+    acc = _heavy(100, 0)
+    ranking = Ranking.by_magnitude(100)
+    assert exact_threshold(acc, 100, ranking) == 0.0
+    assert len(at_least(acc, 0.0, ranking)) == 100
+
+
+@pytest.mark.parametrize("numel", [1, 100, 1025, 5000, 200_000])
+def test_the_sampled_threshold_of_everything_leaves_nothing_out(numel: int) -> None:
+    acc = _heavy(numel, 1)
+    ranking = Ranking.by_magnitude(numel)
+    assert len(at_least(acc, sampled_threshold(acc, numel, ranking, seed=0), ranking)) == numel
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_sampled_threshold_is_near_k(seed: int) -> None:
+    """1024 hits above it: 3 % standard error, so that 5 of them are within the band."""
+    numel, k = 500_000, 20_000
+    acc = _heavy(numel, seed)
+    ranking = Ranking.by_magnitude(numel)
+    threshold = sampled_threshold(acc, k, ranking, seed)
+    assert 0.85 * k <= len(at_least(acc, threshold, ranking)) <= 1.15 * k
+    assert sampled_threshold(acc, k, ranking, seed) == threshold  # the same on a repeated run
+    assert sampled_threshold(acc, k, ranking, seed + 1) != threshold
+
+
+def test_a_sample_that_would_be_the_whole_is_exact() -> None:
+    acc, ranking = _heavy(20_000, 3), Ranking.by_magnitude(20_000)
+    assert sampled_threshold(acc, 200, ranking, seed=9) == exact_threshold(acc, 200, ranking)
+
+
+def test_sampling_leaves_the_global_random_state_alone() -> None:
+    before = torch.random.get_rng_state()
+    sampled_threshold(_heavy(500_000, 0), 20_000, Ranking.by_magnitude(500_000), seed=0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
+def test_the_gaussian_threshold_fits_a_gaussian(density: float) -> None:
+    numel = 400_000
+    acc = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 3
+    count = len(at_least(acc, gaussian_threshold(acc, density), Ranking.by_magnitude(numel)))
+    assert count == pytest.approx(density * numel, rel=0.1)
+
+
+@pytest.mark.parametrize("acc", [torch.empty(0), torch.ones(1), torch.ones(9)])
+def test_the_gaussian_threshold_where_there_is_no_spread(acc: Tensor) -> None:
+    assert gaussian_threshold(acc, 1.0) == 0.0
+    assert math.isfinite(gaussian_threshold(acc, 0.5))
+
+
+# ---- ranking
+
+
+def test_a_scaled_ranking_divides_by_the_rms_of_the_gradient() -> None:
+    grad, held = torch.tensor([4.0] * 4 + [-0.25] * 6), torch.arange(10.0)
+    ranking = Ranking.by_segment(10, [4, 6])
+    ranking.rescale_(ranking.mean_squares(held + grad, held))
+    whole = math.sqrt((4 * 16 + 6 / 16) / 10)
+    torch.testing.assert_close(ranking.scale, torch.tensor([4 / whole, 0.25 / whole], dtype=torch.float64))
+
+
+def test_a_residual_that_waits_does_not_change_the_scales() -> None:
+    grad = torch.cat([torch.ones(50), torch.full((50,), 3.0)])
+    fresh, late = Ranking.by_segment(100, [50, 50]), Ranking.by_segment(100, [50, 50])
+    fresh.rescale_(fresh.mean_squares(grad, torch.zeros(100)))
+    late.rescale_(late.mean_squares(1000 * grad + grad, 1000 * grad))
+    torch.testing.assert_close(late.scale, fresh.scale, rtol=1e-4, atol=0)
+
+
+@given(
+    exponents=st.lists(st.integers(-330, 308), min_size=2, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_no_score_is_nan_or_infinite(exponents: list[int], dtype: torch.dtype) -> None:
+    """A row whose rms is a denormal, or overflows, has a scale like any other."""
+    limit = torch.finfo(dtype).max
+    rows = [torch.full((3,), min(10.0 ** max(each, -323), limit), dtype=torch.float64).to(dtype) for each in exponents]
+    grad = torch.cat(rows)
+    ranking = Ranking.by_segment(len(grad), [3] * len(exponents))
+    for _ in range(3):
+        ranking.rescale_(ranking.mean_squares(grad, torch.zeros_like(grad)))
+        assert bool((ranking.scale > 0).all())
+        assert bool(ranking.score(grad, torch.arange(len(grad))).isfinite().all())
+    assert bool(ranking.score(torch.zeros_like(grad), torch.arange(len(grad))).eq(0).all())
+
+
+def test_a_scaled_ranking_lets_a_quiet_segment_speak() -> None:
+    """By magnitude the loud layer takes every place; scaled, each sends the same part."""
+    acc = torch.cat([_heavy(1000, 0) * 1000, _heavy(1000, 1)])
+    by_magnitude, scaled = Ranking.by_magnitude(2000), _scaled(acc, (1000, 1000))
+    loud = [int((at_least(acc, exact_threshold(acc, 100, r), r) < 1000).sum()) for r in (by_magnitude, scaled)]
+    assert loud[0] == 100
+    assert 30 <= loud[1] <= 70
+
+
+def test_a_silent_segment_has_scale_one_until_it_wakes() -> None:
+    ranking = Ranking.by_segment(5, [2, 2, 1])
+    ranking.rescale_(torch.tensor([9.0, 0.0, 16.0], dtype=torch.float64))
+    assert float(ranking.scale[1]) == 1.0
+    ranking.rescale_(torch.tensor([9.0, 9.0, 16.0], dtype=torch.float64))
+    assert float(ranking.scale[1]) == float(ranking.scale[0])
+    silent = Ranking.by_segment(5, [2, 2, 1])
+    silent.rescale_(torch.zeros(3, dtype=torch.float64))
+    assert silent.scale.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_scores_agree_with_the_thresholds() -> None:
+    """What reaches a threshold by its score reaches it by its magnitude: rounding loses nobody at the edge."""
+    acc = _heavy(20_000, 5)
+    ranking = _scaled(acc, (7000, 0, 1, 12_999))
+    score = ranking.score(acc, torch.arange(20_000))
+    for k in (1, 10, 1000, 19_000):
+        threshold = kth_largest(score, k)
+        reached = (score >= threshold).nonzero().view(-1)
+        assert set(reached.tolist()) <= set(at_least(acc, threshold, ranking).tolist())
+
+
+@pytest.mark.parametrize("lengths", [[3], [3, 3], [-1, 6], []])
+def test_segments_have_to_add_up(lengths: list[int]) -> None:
+    with pytest.raises(InputError, match="5 elements"):
+        Ranking.by_segment(5, lengths)
+
+
+def _heavy(numel: int, seed: int) -> Tensor:
+    normal = torch.randn(4, numel, generator=torch.Generator().manual_seed(seed))
+    return normal[0] / normal[1:].square().mean(0).sqrt()
+
+
+def _scaled(acc: Tensor, segments: tuple[int, ...]) -> Ranking:
+    if not segments:
+        return Ranking.by_magnitude(len(acc))
+    ranking = Ranking.by_segment(len(acc), segments)
+    ranking.rescale_(ranking.mean_squares(acc, torch.zeros_like(acc)))
+    return ranking
