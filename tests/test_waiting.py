@@ -83,10 +83,10 @@ class Stationary:
         return masses
 
 
-def check_plateau(case: Stationary, steps: int = STEPS) -> None:
+def check_plateau(case: Stationary, steps: int = STEPS, share: float = SHARE) -> None:
     """Hold a run to the law; a gradient that is used in a tenth of the steps is pending ten times as long."""
     (first, put_in), (second, _) = case.pending(steps)
-    assert first <= SHARE * put_in, f"{case}: {first / put_in:.1%} of what was put in is pending after {steps} steps"
+    assert first <= share * put_in, f"{case}: {first / put_in:.1%} of what was put in is pending after {steps} steps"
     assert second <= 1.25 * first, f"{case}: pending grew from {first:.4g} to {second:.4g}"
 
 
@@ -150,9 +150,10 @@ def test_the_residual_of_a_stationary_gradient_reaches_a_plateau(case: Stationar
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("size", [5, 8])
-def test_many_ranks_reach_a_plateau_too(size: int) -> None:
-    check_plateau(Stationary((64, 9, 9, 1, 128), "signs", size))
+@pytest.mark.parametrize(("size", "share"), [(5, SHARE), (8, 0.12)])
+def test_many_ranks_reach_a_plateau_too(size: int, share: float) -> None:
+    """Eight ranks with one slot in a message choose different elements: their plateau is higher (docs/learning.md)."""
+    check_plateau(Stationary((64, 9, 9, 1, 128), "signs", size), share=share)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def make_step(
         "compression_ratio": NUMEL / nnz if nnz else None, "nominal_bytes": 8 * nnz, "sent_bytes": first["sent_bytes"],
         "received_bytes": first["received_bytes"], "messages": first["messages"], "seconds": first["seconds"],
         "sent_by_phase": first["sent_by_phase"], "collectives": collectives, "world_size": ranks,
-        "side_numel": SIDE if sparse else NUMEL, "nnz_by_owner": owned,
+        "dense_tail_numel": SIDE if sparse else NUMEL, "nnz_by_owner": owned,
         "threshold": chance.random() if sparse else None, "global_threshold": chance.random() if sparse else None,
         "skipped": skipped, "reason": "a NaN" if skipped else None, "wait_seconds": first["wait"], "buckets": [],
         "epoch": epoch, "loss": None if skipped else chance.uniform(0.5, 50), "lr": 0.1, "momentum": 0.5,

@@ -88,7 +88,7 @@ def test_an_earlier_version_lacks_what_it_lacks(tmp_path: Path) -> None:
     """As runs were recorded before there was a report."""
     old = json.loads(json.dumps(RECORDS))
     for record in (record for record in old if record["kind"] == "step"):
-        for name in ("collectives", "world_size", "side_numel", "nnz_by_owner", "residual_norm"):
+        for name in ("collectives", "world_size", "dense_tail_numel", "nnz_by_owner", "residual_norm"):
             del record[name]
         for rank in record["ranks"]:
             for name in ("messages", "residual_norm", "seconds", "sent_by_phase"):

@@ -362,10 +362,11 @@ def deliver(
     )
     taken = there & torch.isin(index, mine)
     mean = value / torch.tensor(float(size), device=value.device)  # by a number, a GPU would multiply by its inverse
-    rounded = mean.clamp(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max).to(out.dtype)
-    lost = mean - rounded.float()
+    rounded, kept = mean, torch.where(taken, 0.0, acc[torch.where(there, index, 0)])
+    if out.dtype != torch.float32:  # float32 loses nothing, of a NaN either
+        rounded = mean.clamp(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max).to(out.dtype)
+        kept += mean - rounded.float()
     where = torch.where(there, index, len(acc)).view(-1)
-    kept = torch.where(taken, 0.0, acc[torch.where(there, index, 0)]) + lost
     out.zero_()
     _scatter_(out, where, rounded)
     _scatter_(acc, where, kept)

@@ -35,9 +35,9 @@ HEADER_BYTES = HEADER_WORDS * WORD_BYTES
 ENDS = ("end", "failed")
 
 _STEP = (
-    "step", "epoch", "numel", "wanted", "selected", "nnz", "side_numel", "world_size", "sparsity", "compression_ratio",
-    "nominal_bytes", "sent_bytes", "received_bytes", "messages", "threshold", "global_threshold", "skipped", "loss",
-    "lr", "momentum", "grad_norm", "residual_norm", "utterances",
+    "step", "epoch", "numel", "wanted", "selected", "nnz", "dense_tail_numel", "world_size", "sparsity",
+    "compression_ratio", "nominal_bytes", "sent_bytes", "received_bytes", "messages", "threshold",
+    "global_threshold", "skipped", "loss", "lr", "momentum", "grad_norm", "residual_norm", "utterances",
 )  # fmt: skip
 _EPOCH = ("train_loss", "val_loss", "wer", "cer", "lr", "epoch_seconds")
 _BY_NAME = ("split", "seconds", "sent_by_phase")
@@ -247,7 +247,7 @@ class Run:
     @property
     def bound_bytes(self) -> Floats:
         """The paper's bound on a sparse step: 6k(P-1)/P words, and 2(P-1)/P for each element that travels dense."""
-        size, side = self.workers, self.column("side_numel")
+        size, side = self.workers, self.column("dense_tail_numel")
         if size is None:
             return np.full(self.num_steps, np.nan)
         words = (6 * (self.column("wanted") - side) + 2 * side) * (size - 1) / size

@@ -40,7 +40,7 @@ class StepRecord:
     sent_by_phase        measured: bytes sent, by phase of the algorithm
     collectives          measured: calls, bytes and message sizes, by "phase/collective"
     world_size           P
-    side_numel           elements that travelled dense beside the sparse ones; numel for a dense step
+    dense_tail_numel     elements that travelled dense beside the sparse ones; numel for a dense step
     nnz_by_owner         elements of the result in each rank's region, as the regions are cut after the step; empty if
                          there are none
     threshold            the local threshold of this step, as a score; None if there was none
