@@ -182,7 +182,7 @@ def check_backward_waits_for_the_exchange(device: str) -> None:
     net = nn.Linear(400, 400).to(device)
     model = DistributedDataParallel(net, device_ids=[torch.device(device).index])
     handle = oktopk.attach(model, "oktopk", dense_steps=10, timeout=30)
-    end = handle._exchange._end
+    end = handle._engine._end
 
     def end_late(step: Any) -> None:
         torch.cuda._sleep(1_000_000_000)  # about half a second, on the exchange's stream
@@ -190,7 +190,7 @@ def check_backward_waits_for_the_exchange(device: str) -> None:
             bucket.buffer.fill_(7.0)
         end(step)
 
-    handle._exchange._end = end_late
+    handle._engine._end = end_late
     model(torch.ones(4, 400, device=device)).sum().backward()
     assert all(bool((parameter.grad == 7.0).all()) for parameter in net.parameters())
     handle.detach()
