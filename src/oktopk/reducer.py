@@ -227,7 +227,7 @@ class Reducer:
             self._deferred.add(step, NonFiniteError(message))
 
     def _accumulate(self, flat: Tensor, residual: Residual) -> tuple[Tensor, int]:
-        """Return acc, and this rank's verdict on it."""
+        """Return acc, and this rank's input status."""
         if flat.numel() != residual.held.numel():
             return residual.held, InputStatus.of(InputStatus.WRONG_NUMEL, flat.numel())
         if flat.dtype != self._dtype or flat.device != residual.held.device:

@@ -47,7 +47,7 @@ class PinnedBuffer:
 
 
 class Readback:
-    """Brings words to the host, which goes on meanwhile; the letters are used again."""
+    """Brings words to the host, which goes on meanwhile; the buffers are used again."""
 
     def __init__(self) -> None:
         self._free: list[PinnedBuffer] = []

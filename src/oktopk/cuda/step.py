@@ -1,4 +1,4 @@
-"""One step of bounded Ok-Topk that never leaves the device: no count, threshold or verdict is asked for by the host.
+"""One step of bounded Ok-Topk that never leaves the device: no count, threshold or status is asked for by the host.
 
 The steps are those of `bounded.py`; only, what is kept is told by thresholds, so that ties of the last element are kept
 with it as far as there is room. What does not fit waits in the residual, as it does there.

@@ -21,7 +21,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all lanes do in one step."""
+    """What all groups do in one step."""
 
     step: int
     algorithm: Algorithm | None  # None: this step is dense

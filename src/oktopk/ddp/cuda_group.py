@@ -1,8 +1,8 @@
-"""`CudaGroup`, `CudaGroups`: the sparse steps of lanes that never wait for the host.
+"""`CudaGroup`, `CudaGroups`: the sparse steps of groups that never wait for the host.
 
-The gradients are copied into one vector, in the lane's order, which `CudaStep` reduces; the means are copied back when
-all lanes of the step are done. Whether a NaN or Inf was met anywhere is known on the device alone by then: if so, a
-kernel puts every lane's residual back, and the means become zeros, or NaN.
+The gradients are copied into one vector, in the group's order, which `CudaStep` reduces; the means are copied back when
+all groups of the step are done. Whether a NaN or Inf was met anywhere is known on the device alone by then: if so, a
+kernel puts every group's residual back, and the means become zeros, or NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oktopk.telemetry import StepRecord
 
 
 class CudaGroup:
-    """A lane whose steps stay on the device, for one algorithm."""
+    """A group whose steps stay on the device, for one algorithm."""
 
     def __init__(self, group: ParamGroup, algorithm: OkTopk, comm: MeteredComm) -> None:
         held = group.residual.held
@@ -78,47 +78,47 @@ class CudaGroup:
             self.group.commit_(context)
 
     def save_(self) -> None:
-        """Bring the algorithm's state to the host, into the lane."""
+        """Bring the algorithm's state to the host, into the group."""
         self._cuda_step.save_(self.group.state)
 
 
 class CudaGroups:
-    """All lanes of an attachment whose steps stay on the device: they end a step together, or not at all.
+    """All groups of an attachment whose steps stay on the device: they end a step together, or not at all.
 
-    Where a number was not finite, in any lane on any rank, no residual changes and all means become `filling`.
+    Where a number was not finite, in any group on any rank, no residual changes and all means become `filling`.
     """
 
     def __init__(self, comm: MeteredComm, filling: float) -> None:
         self._comm, self._filling = comm, filling
-        self._lanes: dict[int, CudaGroup] = {}  # by the lane that they are of
+        self._groups: dict[int, CudaGroup] = {}  # by the group that they are of
         self._words, self._graphs = torch.empty(0), Graphs()
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._groups)
 
     def of(self, group: ParamGroup, context: StepContext) -> CudaGroup:
-        """Return what makes the lane's steps on the device, with the state that there is."""
+        """Return what makes the group's steps on the device, with the state that there is."""
         assert isinstance(context.algorithm, OkTopk)
-        found = self._lanes.get(id(group))
+        found = self._groups.get(id(group))
         if found is None or found.algorithm != context.algorithm:
             if found is not None:
                 found.save_()
             self._graphs = Graphs()
-            found = self._lanes[id(group)] = CudaGroup(group, context.algorithm, self._comm)
+            found = self._groups[id(group)] = CudaGroup(group, context.algorithm, self._comm)
         return found
 
     def save_(self) -> None:
-        """Bring the algorithm's states to the host, into the lanes."""
-        for group in self._lanes.values():
+        """Bring the algorithm's states to the host, into the groups."""
+        for group in self._groups.values():
             group.save_()
 
     def forget(self) -> None:
         """Have none any more."""
-        self._lanes.clear()
+        self._groups.clear()
         self._graphs = Graphs()
 
     def finish_step(self, groups: Sequence[CudaGroup], context: StepContext, commit: bool) -> Tensor:
-        """Hand the means of a step out, and commit if nothing speaks against it here; return the lanes' words."""
+        """Hand the means of a step out, and commit if nothing speaks against it here; return the groups' words."""
         if len(self._words) != len(groups):
             self._words = torch.stack([group.words for group in groups])
         with self._comm.phase("apply"):

@@ -34,7 +34,7 @@ from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
 
 _Begun = tuple[ParamGroup, dict[str, Tensor], Callable[[], StepRecord]]
-"""A lane whose reduction has begun, the gradients in it, and what ends it."""
+"""A group whose reduction has begun, the gradients in it, and what ends it."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Engine:
             self.flush_records()
 
     def take(self, bucket: Bucket) -> None:
-        """Sort a bucket's gradients into their lanes, and reduce those that are complete."""
+        """Sort a bucket's gradients into their groups, and reduce those that are complete."""
         try:
             if self.failure is not None:
                 raise PeerError(f"oktopk stopped at an earlier error: {self.failure}")
@@ -181,7 +181,7 @@ class Engine:
         self._now.buckets.append(bucket)
         grads = torch.split(bucket.buffer, [parameter.numel() for parameter in bucket.parameters])
         self._arrived.update(zip((self._names[id(each)] for each in bucket.parameters), grads, strict=True))
-        self._reduce_complete_lanes(self._now, bucket)
+        self._reduce_complete_groups(self._now, bucket)
         if bucket.is_last:
             self._end(self._now)
 
@@ -229,7 +229,7 @@ class Engine:
         stay = [supports_device_step(context.algorithm, each.numel(), dtype, each.device) for each, dtype in held]
         return bool(stay) and all(stay)
 
-    def _reduce_complete_lanes(self, step: _Step, bucket: Bucket) -> None:
+    def _reduce_complete_groups(self, step: _Step, bucket: Bucket) -> None:
         clipping = self.config.clip is not None and step.context.algorithm is not None
         if clipping and not bucket.is_last:
             return  # the norm of the gradient is not known before all of it is here
@@ -334,7 +334,7 @@ class Engine:
         return self.config.on_nonfinite == "skip"
 
     def _settle(self, step: _Step) -> None:
-        """Commit all lanes, or none, as the device alone knows."""
+        """Commit all groups, or none, as the device alone knows."""
         with self._drain_lock:  # who asks what this step did waits until that is on its way; backward() does not
             groups = [cuda_groups for cuda_groups, _ in step.cuda_groups]
             words = self._cuda_groups.finish_step(groups, step.context, commit=step.nonfinite is None)
@@ -388,7 +388,7 @@ class Engine:
 
     def agree(self) -> None:
         """Make sure that all ranks are about to do the same."""
-        # By the lane's dtype: under DDP's mixed_precision a parameter's own is another one while backward runs.
+        # By the group's dtype: under DDP's mixed_precision a parameter's own is another one while backward runs.
         dtypes = {name: group.dtype for group in self.groups for name in group.names}
         shapes = [f"{name} {tuple(p.shape)} {dtypes[name]}" for name, p in self.parameters.items()]
         dense = [name for group in self.groups for name in group.dense_names]

@@ -1,8 +1,8 @@
-"""Lanes: the parameters that are reduced together, and what is kept for each of them.
+"""`ParamGroup`: the parameters that are reduced together, and what is kept for each of them.
 
 DDP's buckets are no place for state: it rebuilds them after the first step, and another `bucket_cap_mb` makes others. A
-lane is a fixed group of parameters, in the order in which backward reaches them; whatever bucket brings a parameter's
-gradient, it goes to that parameter's place in its lane. So residuals are kept by parameter, and what is sent does not
+group is a fixed set of parameters, in the order in which backward reaches them; whatever bucket brings a parameter's
+gradient, it goes to that parameter's place in its group. So residuals are kept by parameter, and what is sent does not
 depend on how DDP cuts its buckets.
 """
 
@@ -42,7 +42,7 @@ from oktopk.state import from_plain, kind_of, to_plain
 from oktopk.telemetry import StepRecord, record_of
 
 FIRST_GROUP_BYTES = 1 << 20
-"""The first lane is small, as DDP's first bucket is, so that the exchange starts early."""
+"""The first group is small, as DDP's first bucket is, so that the exchange starts early."""
 
 NONE = StepStats(selected=0, pairs=0)
 """Nothing was sparse, or nothing was delivered."""
@@ -116,7 +116,7 @@ class ParamGroup:
         return zlib.crc32(repr((self._pieces, self.spans)).encode())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept for the lane as a whole."""
+        """Return what is kept for the group as a whole."""
         return {
             "lane": self.fingerprint,
             "pending": int(self._pending),
@@ -125,7 +125,7 @@ class ParamGroup:
         }
 
     def load_state_dict_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: MeteredComm) -> bool:
-        """Go on with what `state_dict` returned for a lane of this fingerprint.
+        """Go on with what `state_dict` returned for a group of this fingerprint.
 
         Return False if its state was another kind of algorithm's: this one then starts anew.
         """
@@ -149,7 +149,7 @@ class ParamGroup:
         return partial(self._naming_the_parameter, end)
 
     def is_plain_allreduce(self, context: StepContext) -> bool:
-        """Whether this step is to the lane what it is to DDP: nothing is held back, and nothing will be."""
+        """Whether this step is to the group what it is to DDP: nothing is held back, and nothing will be."""
         return context.is_plain and not self._pending
 
     def _reduce_(self, grads: Mapping[str, Tensor], context: StepContext, comm: MeteredComm) -> StepRecord:
@@ -340,7 +340,7 @@ class ParamGroup:
         return self.velocity
 
     def _naming_the_parameter(self, end: Callable[[], StepRecord]) -> StepRecord:
-        """Return what `end` does; what is not finite is told by parameter, not by its index in the lane."""
+        """Return what `end` does; what is not finite is told by parameter, not by its index in the group."""
         try:
             return end()
         except NonFiniteError as error:
@@ -354,21 +354,21 @@ class ParamGroup:
 def make_groups(
     parameters: Sequence[tuple[str, Tensor]], cap_bytes: int, dtype: torch.dtype | None = None
 ) -> list[ParamGroup]:
-    """Return lanes of about `cap_bytes` each, in the reverse order of the parameters: the order of backward.
+    """Return groups of about `cap_bytes` each, in the reverse order of the parameters: the order of backward.
 
     Gradients are of `dtype`, or else of their parameter's.
     """
-    groups, open_lanes = list[ParamGroup](), dict[tuple[torch.dtype, torch.device], list[ParamSlot]]()
+    groups, open_groups = list[ParamGroup](), dict[tuple[torch.dtype, torch.device], list[ParamSlot]]()
     limit = min(FIRST_GROUP_BYTES, cap_bytes)
     for name, parameter in reversed(parameters):
         kind = (dtype or parameter.dtype, parameter.device)
-        pieces = open_lanes.setdefault(kind, [])
+        pieces = open_groups.setdefault(kind, [])
         row = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else parameter.numel()
         pieces.append(ParamSlot(name, parameter.numel(), max(row, 1)))
         if sum(piece.numel for piece in pieces) * parameter.element_size() >= limit:
-            groups.append(ParamGroup(open_lanes.pop(kind), *kind))
+            groups.append(ParamGroup(open_groups.pop(kind), *kind))
             limit = cap_bytes
-    return groups + [ParamGroup(pieces, *kind) for kind, pieces in open_lanes.items()]
+    return groups + [ParamGroup(pieces, *kind) for kind, pieces in open_groups.items()]
 
 
 def _spans(pieces: Sequence[ParamSlot]) -> dict[str, slice]:

@@ -1,4 +1,4 @@
-"""`StepRecord`: what one step did, measured; the sinks it flows to; and the summary of many."""
+"""`StepRecord`: what one step did, measured; made of one reduction, or of several."""
 
 from __future__ import annotations
 
