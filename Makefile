@@ -47,8 +47,8 @@ train: .venv/ready  ## two minutes: speech made offline, and a small net that le
 	$(BIN)/oktopk train
 
 bench: .venv/ready  ## how long one all_reduce takes and how much it sends
-	$(BIN)/python -m bench.reduce
-	$(BIN)/python -m bench.volume
+	$(BIN)/python -m benchmarks.reduce
+	$(BIN)/python -m benchmarks.volume
 
 clean:  ## forget the set-up
 	rm -rf .venv

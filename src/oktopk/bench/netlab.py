@@ -1,6 +1,6 @@
 """A network in one machine: P hosts, each with a network stack of its own and a link as slow as you like.
 
-    sudo python -m bench.netlab --hosts 4 --mbit 1000 -- python train.py
+    sudo python -m benchmarks.netlab --hosts 4 --mbit 1000 -- python train.py
 
 Runs the command once on each host, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME set as
 torchrun would set them for one process a host: a program that runs under torchrun runs here, so try your model on a
@@ -304,6 +304,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Lab(args.hosts, args.mbit, args.delay_ms, args.loss) as lab:
             lab.run(args.command, args.timeout)
     except (LabError, SettingError) as error:
-        print(f"bench.netlab: {error}", file=sys.stderr)
+        print(f"benchmarks.netlab: {error}", file=sys.stderr)
         return 1
     return 0
