@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -203,8 +205,37 @@ KINDS: dict[str, Callable[[Case, int, int], Tensor]] = {
 }
 
 
-def replayed(self: Graphs, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
-    """Do what a CUDA graph would: with tensors in the same places, the work of the first time, on its tensors."""
-    places = (kind, *[tensor.data_ptr() for tensor in tensors])
-    first, theirs = self._made.setdefault(places, (work, tensors))  # type: ignore[arg-type, misc]
-    first(*theirs)
+@dataclass
+class Seen:
+    """Runs of a device step's captured work, counted while `device_step` holds: 0 if every step ran on the host."""
+
+    runs: int = 0
+
+
+@contextmanager
+def device_step(supported: Callable[..., bool] = lambda *_: True) -> Iterator[Seen]:
+    """Run Ok-Topk's steps as on a GPU, with the reference kernels, wherever `supported` says so.
+
+    Captured work is replayed as a CUDA graph would: with tensors in the same places, the first time's, on its tensors.
+    """
+    seen = Seen()
+
+    def replay(graphs: Graphs, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
+        seen.runs += 1
+        places = (kind, *[tensor.data_ptr() for tensor in tensors])
+        first, theirs = graphs._made.setdefault(places, (work, tensors))  # type: ignore[arg-type, misc]
+        first(*theirs)
+
+    with (
+        mock.patch("oktopk.reducer.supports_device_step", supported),
+        mock.patch("oktopk.ddp.engine.supports_device_step", supported),
+        mock.patch.object(Graphs, "run", replay),
+    ):
+        yield seen
+
+
+@contextmanager
+def broken_readback(message: str) -> Iterator[None]:
+    """Let the host fail when it reads the stats of a device step."""
+    with mock.patch("oktopk.cuda.readback.Readback.read", side_effect=RuntimeError(message)):
+        yield

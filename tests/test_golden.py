@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-import oktopk.ddp.engine
-import oktopk.reducer
-from oktopk.cuda.graphs import Graphs
-from tests.cases import replayed
+from tests.cases import device_step
 from tests.ddp.harness import Worlds, attach
 from tests.harness import on_threads
 
@@ -66,18 +63,6 @@ ATTACHED = {
     "topka": oktopk.TopkA(density=0.03),
     "device": bounded("scaled", "fp32"),
 }
-
-
-@contextmanager
-def staying() -> Iterator[None]:
-    """Take the device's step, with the plain kernels, on the CPU."""
-    before = oktopk.reducer.supports_device_step, oktopk.ddp.engine.supports_device_step, Graphs.run
-    oktopk.reducer.supports_device_step = oktopk.ddp.engine.supports_device_step = lambda *_: True
-    Graphs.run = replayed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        oktopk.reducer.supports_device_step, oktopk.ddp.engine.supports_device_step, Graphs.run = before  # type: ignore[method-assign]
 
 
 def rows_of(numel: int) -> list[int]:
@@ -126,7 +111,7 @@ def reduced_by_process() -> dict[str, str]:
 
 def trained(kind: str) -> str:
     """Return the digest of what one rank sees of a net's gradients, which are exact, too."""
-    with staying() if kind == "device" else nullcontext():
+    with device_step() if kind == "device" else nullcontext():
         net, digest, rank = nn.Sequential(nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 12)), hashlib.sha256(), 0
         for place, parameter in enumerate(net.parameters()):
             parameter.data = integers(2, tuple(parameter.shape), place) * 0.25
@@ -146,7 +131,7 @@ def whole(of_ranks: list[str]) -> str:
 
 
 def by_threads(kind: str) -> dict[str, str]:
-    with staying() if kind.startswith("device") else nullcontext():
+    with device_step() if kind.startswith("device") else nullcontext():
         sizes = (2, 3) if kind.endswith("auto") else (1, 2, 3, 4)  # it is one of the other wires
         digests = {f"{kind}/P{size}": whole(on_threads(size, reduced, kind)) for size in sizes}
         if kind in COMPILED:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import oktopk.reducer
 from oktopk import GaussianK, OkTopk, Reducer
-from oktopk.cuda.graphs import Graphs
-from tests.cases import replayed
+from tests.cases import device_step
 from tests.harness import on_threads
 
 SHARE = 0.05
@@ -94,12 +94,10 @@ BASE = (64, 512, 9, 9, 9, 1, 1)
 
 
 @pytest.fixture(params=["host", "device"])
-def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which step is tried; the device's with the plain kernels, and replayed as a CUDA graph would be."""
-    if request.param == "device":
-        monkeypatch.setattr(oktopk.reducer, "supports_device_step", lambda *_: True)
-        monkeypatch.setattr(Graphs, "run", replayed)
-    return str(request.param)
+def step(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which step is tried."""
+    with device_step() if request.param == "device" else nullcontext():
+        yield str(request.param)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oktopk
-import oktopk.reducer
-from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.reference import HEADER_WORDS, TILE
-from oktopk.cuda.step import CudaStep
-from tests.cases import PLAIN, replayed
+from tests.cases import PLAIN, device_step
 
 Made = Callable[[int, int], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nobody would choose this step: make the reducer do so, and replay what was done at the same places."""
-    monkeypatch.setattr(oktopk.reducer, "supports_device_step", lambda *_: True)
-    monkeypatch.setattr(Graphs, "run", replayed)
+def _on_device() -> Iterator[None]:
+    with device_step() as seen:
+        yield
+    assert seen.runs
 
 
 def heavy_tailed(rank: int, step: int, numel: int = 20_000) -> Tensor:
@@ -43,7 +40,6 @@ def reduce_steps(size: int, numel: int, steps: int, density: float, gradient: Ma
             results.append(reducer.all_reduce(grad))
             assert reducer.residual is not None
             residuals.append(reducer.residual)
-        assert isinstance(reducer._cuda_step, CudaStep)
         return results, grads, residuals
 
     del numel
@@ -135,8 +131,7 @@ def test_regions_follow_the_gradient() -> None:
             grad = heavy_tailed(comm.rank, step, 40_000)
             grad[4000:] *= 1e-4
             reducer.all_reduce(grad)
-        assert reducer._cuda_step is not None
-        return tuple(reducer._cuda_step.cuts.tolist())
+        return tuple(reducer.state_dict()["state"]["cuts"].tolist())
 
     cuts = oktopk.run_local(4, work)
     assert len(set(cuts)) == 1
@@ -233,13 +228,14 @@ def test_a_block_that_cannot_be_refuses_the_step_on_all_ranks(phase: str, word: 
         reducer = oktopk.Reducer(oktopk.OkTopk(density=0.1, **PLAIN), spoilt, on_nonfinite="skip")
         for step in range(16):
             reducer.all_reduce(heavy_tailed(comm.rank, step, 3000))
-        before, cuts = reducer.residual, reducer._cuda_step.cuts.clone()
+        before = reducer.state_dict()
         spoilt.spoils = True
         assert not bool(reducer.all_reduce(heavy_tailed(comm.rank, 16, 3000)).any())
         assert reducer.last is not None
         assert reducer.last.skipped
-        assert torch.equal(reducer.residual, before)
-        assert torch.equal(reducer._cuda_step.cuts, cuts)
+        after = reducer.state_dict()
+        assert torch.equal(after["residual"], before["residual"])
+        assert torch.equal(after["state"]["cuts"], before["state"]["cuts"])
         spoilt.spoils = False
         assert bool(reducer.all_reduce(heavy_tailed(comm.rank, 17, 3000)).any())
 

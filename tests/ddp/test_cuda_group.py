@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,26 +14,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-import oktopk.ddp.engine
 from oktopk import MemorySink, OkTopk, StepRecord
-from oktopk.cuda.graphs import Graphs
-from tests.cases import replayed
+from tests.cases import broken_readback, device_step
 from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, same_bits, through_a_file
 
 pytestmark = pytest.mark.processes
 
 STEPS, DENSE_STEPS = 8, 2
-
-
-@contextmanager
-def staying() -> Iterator[None]:
-    """On a CPU nobody would choose such steps: make the exchange do so, and replay what was done at the same places."""
-    before = oktopk.ddp.engine.supports_device_step, Graphs.run
-    oktopk.ddp.engine.supports_device_step, Graphs.run = lambda *_: True, replayed  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        oktopk.ddp.engine.supports_device_step, Graphs.run = before  # type: ignore[method-assign]
 
 
 def grads_of(model: DDP) -> dict[str, Tensor]:
@@ -60,9 +46,9 @@ def started(algorithm: OkTopk, **config: Any) -> tuple[DDP, oktopk.Attached]:
     return model, attached
 
 
-def balance(density: float, exclude: Any) -> tuple[float, list[dict[str, Tensor]], int, int]:
-    """Return the largest part of an element's gradients that is lost, and each step's gradients; that steps stayed."""
-    with staying():
+def balance(density: float, exclude: Any) -> tuple[float, list[dict[str, Tensor]], int]:
+    """Return the largest part of an element's gradients that is lost, each step's gradients, the number of groups."""
+    with device_step() as seen:
         model, attached = started(OkTopk(density=density, wire="fp32"), exclude=exclude)
         local = copy.deepcopy(model.module)
         applied, came, size = ({n: torch.zeros_like(p) for n, p in local.named_parameters()} for _ in range(3))
@@ -84,9 +70,10 @@ def balance(density: float, exclude: Any) -> tuple[float, list[dict[str, Tensor]
             dist.all_reduce(magnitude)
             gap = (total / dist.get_world_size() - applied[name].view(-1)).abs() / (magnitude + 1e-12)
             lost = max(lost, float(gap.max()))
-        stayed = len(attached._engine._cuda_groups)
+        assert seen.runs
+        assert attached.last is not None
         attached.detach()
-        return lost, delivered, stayed, len(attached._engine.groups)
+        return lost, delivered, len(attached.last.buckets)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +84,8 @@ def balance(density: float, exclude: Any) -> tuple[float, list[dict[str, Tensor]
 @pytest.mark.parametrize("size", [1, 3])
 def test_nothing_is_lost_and_all_ranks_get_the_same(worlds: Worlds, size: int, density: float, exclude: Any) -> None:
     outcomes = worlds.run(size, balance, density, exclude)
-    for lost, delivered, stayed, groups in outcomes:
-        assert stayed == groups > 1
+    for lost, delivered, groups in outcomes:
+        assert groups > 1
         assert lost < 1e-5
         for mine, first in zip(delivered, outcomes[0][1], strict=True):
             assert same_bits(mine, first)
@@ -106,7 +93,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(worlds: Worlds, size: int, d
 
 def accident(on_nonfinite: str, spoil: str) -> tuple[bool, bool, Raised | None, int, list[StepRecord]]:
     """Return whether residuals are as before, what was delivered, what was raised, in which step; and the records."""
-    with staying():
+    with device_step():
         sink = MemorySink()
         model, attached = started(OkTopk(density=0.05, wire="fp32"), on_nonfinite=on_nonfinite, sinks=[sink])
         for step in range(4):
@@ -151,7 +138,7 @@ def accidents(loads: bool) -> tuple[list[int], bool, list[int]]:
     """Spoil steps 3 and 4, and go on, whatever is raised; return the steps that raised, whether each of them left the
     residuals as they were, and the steps that are said to have been skipped. One rank asks for `last` at every step.
     """
-    with staying():
+    with device_step():
         sink, raised, undone = MemorySink(), [], True
         model, attached = started(OkTopk(density=0.05, wire="fp32"), sinks=[sink])
         for step in range(9):
@@ -179,7 +166,7 @@ def test_who_goes_back_to_a_checkpoint_has_left_the_accident_behind(worlds: Worl
 
 
 def resumed(schedule: Any) -> bool:
-    with staying():
+    with device_step():
         whole_model, whole = started(OkTopk(density=0.05, wire="fp32"), density_schedule=schedule)
         for step in range(5):
             step_(whole_model, step)
@@ -199,7 +186,7 @@ def test_going_on_from_a_checkpoint_is_never_having_stopped(worlds: Worlds, sche
 
 
 def records() -> tuple[list[int], list[tuple[int, int, int]], int]:
-    with staying():
+    with device_step():
         sink = MemorySink()
         model, attached = started(OkTopk(density=0.05, wire="fp32"), sinks=[sink])
         for step in range(STEPS):
@@ -221,25 +208,20 @@ def test_every_step_has_its_record(worlds: Worlds) -> None:
             assert 0 < nnz <= 1.4 * wanted
 
 
-def broken_hearing() -> Raised | None:
-    """Return what backward() says after the records could not be made on one rank."""
-    with staying():
+def unreadable_stats() -> Raised | None:
+    """Return what backward() says after the stats of steps could not be read on one rank."""
+    with device_step():
         model, attached = started(OkTopk(density=0.05, wire="fp32"))
-        if dist.get_rank() == 0:
-
-            def fail(_: Any) -> None:
-                raise RuntimeError("the device is gone")
-
-            attached._engine._drain_one = fail  # type: ignore[method-assign]
         raised = None
-        for step in range(STEPS):
-            raised = raised or error_of(lambda step=step: step_(model, step))
-        attached._engine._pending_stats.clear()
+        with broken_readback("the device is gone") if dist.get_rank() == 0 else nullcontext():
+            for step in range(STEPS):
+                raised = raised or error_of(lambda step=step: step_(model, step))
+        attached.detach()
         return raised
 
 
 def test_what_breaks_behind_the_steps_ends_all_ranks(worlds: Worlds) -> None:
-    first, second = worlds.run(2, broken_hearing)
+    first, second = worlds.run(2, unreadable_stats)
     assert first is not None
     assert second is not None
     assert "the device is gone" in first.message

@@ -19,8 +19,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import oktopk
-import oktopk.reducer
 from oktopk.cuda.step import supports_device_step
+from tests.cases import device_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 
@@ -267,8 +267,8 @@ def work(rank: int, size: int, backend: str, folder: str) -> None:
             check_that_a_state_on_the_host_goes_on(device)
         for algorithm in ALGORITHMS:
             on_gpu = reduce_steps(algorithm, oktopk.ProcessGroupComm(), device)
-            oktopk.reducer.supports_device_step = can_stay_anywhere
-            on_cpu = oktopk.run_local(size, lambda comm, a=algorithm: reduce_steps(a, comm, "cpu"))[rank]
+            with device_step(can_stay_anywhere):
+                on_cpu = oktopk.run_local(size, lambda comm, a=algorithm: reduce_steps(a, comm, "cpu"))[rank]
             assert all(torch.equal(a, b) for a, b in zip(on_gpu, on_cpu, strict=True)), algorithm
         check_that_a_scaler_need_not_be_given(device)
         check_ddps_mixed_precision(device)
