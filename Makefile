@@ -15,7 +15,7 @@ setup: .venv/ready  ## the tools and the package, into .venv
 	@touch $@
 
 test: .venv/ready  ## the laws, on threads and on a few real processes: minutes on two cores
-	$(BIN)/pytest -m "not slow and not long" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow and not long" -n 2 --dist worksteal
 
 .venv/ready-all: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"
@@ -25,10 +25,10 @@ test: .venv/ready  ## the laws, on threads and on a few real processes: minutes 
 	@touch $@
 
 test-slow: .venv/ready-all  ## CI's second part: processes that fail and resume, launchers, trainers above DDP, a browser
-	$(BIN)/pytest -m "slow and not long" -n 2 --dist loadfile
+	$(BIN)/pytest -m "slow and not long" -n 2 --dist worksteal
 
 test-long: .venv/ready-all  ## what CI leaves out, and the laws on many random examples: run it before a release
-	$(BIN)/pytest -m "(long or hypothesis) and not alone" -n 2 --dist loadfile --hypothesis-profile=long -o timeout=600
+	$(BIN)/pytest -m "(long or hypothesis) and not alone" -n 2 --dist worksteal --hypothesis-profile=long -o timeout=600
 	$(BIN)/pytest -m "long and alone"
 
 test-all: test test-slow test-long  ## all three

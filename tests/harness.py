@@ -25,6 +25,16 @@ GROUP_TIMEOUT_S = 20.0
 JOB_TIMEOUT_S = 50.0  # below the 60 s that pytest gives a test, so that a job that hangs is named
 
 
+def forking() -> Any:
+    """Return the context that starts a process in milliseconds: a fork of a server that has imported all it needs.
+
+    multiprocessing keeps one server for each test process, so that its list of imports has to serve every test.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "tests.ddp.mortal", "tests.train.runs", "torch.utils.tensorboard"])
+    return context
+
+
 def on_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what every rank returned; raise what the first rank that failed raised."""
     return oktopk.run_local(size, lambda comm: fn(comm, *args), timeout=GROUP_TIMEOUT_S)
@@ -44,7 +54,7 @@ class Processes:
     """Gloo processes that stay: starting one costs seconds, a job milliseconds."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import threading
 import time
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from oktopk import Dense, MismatchError, OkTopk, PeerError, ProcessGroupComm, Reducer, TopkA, run_local
 from oktopk.algorithms.base import Reduced
-from tests.harness import Job, Processes, collect, end
+from tests.harness import Job, Processes, collect, end, forking
 
 AT_ONCE_S = 30.0  # far below the 60 s that a rank would wait for another, and far above what a busy machine takes
 GROUP_S = 5.0
@@ -217,7 +216,7 @@ def leave_early(comm: Any) -> str:
 @pytest.mark.parametrize("name", ["bounded", pytest.param("paper", marks=pytest.mark.slow)])
 def test_a_process_that_dies_of_its_error_ends_all(tmp_path: Path, name: str) -> None:
     """No handler, no supervisor: three plain processes, one of which raises."""
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     pipes, workers = [], []
     for rank in range(3):
         ours, theirs = context.Pipe()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-from tests.harness import JOB_TIMEOUT_S, collect, end
+from tests.harness import JOB_TIMEOUT_S, collect, end, forking
 
 WORLD_TIMEOUT_S = 20.0
 EXCHANGE_TIMEOUT_S = 15.0  # for attach(): below the world's, so that the exchange is what gives up
@@ -57,13 +56,6 @@ class Failed:
     """What a job that raised comes back as."""
 
     error: Raised
-
-
-def forking() -> Any:
-    """Return the way to start a process in a moment: from a server that has imported torch, and done nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ddp.mortal"])
-    return context
 
 
 def run_script(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:

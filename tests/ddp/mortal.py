@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import JsonlSink, OkTopk
 from oktopk.algorithms.base import Reduced
-from tests.ddp.harness import Net, attach, forking, loss_of, weights_of
+from tests.ddp.harness import Net, attach, loss_of, weights_of
+from tests.harness import forking
 
 EXCHANGE_S = 5.0  # attach(timeout=...)
 WORLD_S = 60.0  # init_process_group(timeout=...)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import re
@@ -27,9 +26,7 @@ from oktopk.train.config import make_config
 from oktopk.train.dist import STORE, Place
 from oktopk.train.rundir import RunDir
 from oktopk.train.worker import Job, work
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.train.runs", "torch.utils.tensorboard", "oktopk.train.cli"])
+from tests.harness import forking
 
 MARGIN_S = 15.0
 """Between the deadline of a run and the end of its test, so that a run that hangs is named with what it printed."""
@@ -102,10 +99,10 @@ def train(
     given = {**(vars(run.load_config()) if run else {}), **settings}
     job = Job(config=make_config(given), runs=folder.parent, name=folder.name, run=run, resume=resume)
     store = folder.parent / f".store-{time.monotonic_ns()}"
-    pipes, processes = [], []
+    context, pipes, processes = forking(), [], []
     for rank in range(size):
-        ours, theirs = _FORKS.Pipe(duplex=False)
-        process = _FORKS.Process(target=_work, args=(rank, size, str(store), job, prepare, theirs), daemon=True)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(rank, size, str(store), job, prepare, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
