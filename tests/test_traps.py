@@ -335,7 +335,7 @@ def test_indices_inside_float32(numel: int, wire: str) -> None:
     part = Sparse(index, torch.arange(1.0, len(index) + 1), numel)
     codec = Codec(numel, wire)
     for capacity in (None, len(index), len(index) + 1, 64):
-        back, note = codec.decode(codec.encode(part, capacity, note=numel), torch.float32, capacity)
+        back, note = codec.decode(codec.encode(part, capacity, note=numel)[0], torch.float32, capacity)
         assert torch.equal(back.index, index)
         assert torch.equal(back.value, part.value)
         assert note == numel

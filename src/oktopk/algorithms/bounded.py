@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import InputStatus, OkTopkState, Reduced, fitting, taken_of
-from oktopk.codec import Codec
+from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
 from oktopk.partition import even_cuts, rebalanced_cuts
@@ -66,7 +66,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
         region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
         share = region.nnz if k == state.numel else math.ceil(demand / comm.size)
         kept = _largest(region, min(share, capacity), state)
-        block = codec.encode(kept, capacity, note=demand)
+        block, error = codec.encode(kept, capacity, note=demand)
     with comm.phase("gather"):
         gathered = comm.all_gather(block)
     with comm.phase("apply"):
@@ -75,7 +75,7 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, sl
         if max(demands) > capacity * comm.size and k < state.numel:
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
         least = _smallest(total, state)
-    return Reduced(total, taken, codec.lost(kept), len(sent), state.threshold, least, rounding)
+    return Reduced(total, taken, leftover(kept, error), len(sent), state.threshold, least, rounding)
 
 
 def room(k: int, slack: float, size: int) -> int:
@@ -126,12 +126,11 @@ def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tu
     parts = wanted.between(state.cuts)
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
     fits = [fitting(part, capacity, state) for part in parts]
-    lost = [
+    errors = [
         codec.encode_into_(block, fit, capacity, note=state.status or InputStatus.of(InputStatus.FINE, part.nnz))
         for block, part, fit in zip(blocks, parts, fits, strict=True)
     ]
-    rounding = [each for each in lost if each is not None]
-    return blocks, torch.cat([fit.index for fit in fits]), torch.cat(rounding) if rounding else None
+    return blocks, torch.cat([fit.index for fit in fits]), join_errors(errors)
 
 
 def _sum(

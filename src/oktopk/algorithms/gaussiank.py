@@ -32,13 +32,13 @@ class GaussianK(Sparsifier):
             taken, threshold = _select(acc, k, self.density, state.step)
         with comm.phase("pack"):
             part = Sparse.pick(acc, taken)
-            block = codec.encode(part)
+            block, error = codec.encode(part)
         with comm.phase("gather"):
             blocks = comm.all_to_all_v([block] * comm.size, most=codec.words(_most(k)))
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1
-        return Reduced(total, taken, selected=len(taken), threshold=threshold, kept=codec.rounding(part))
+        return Reduced(total, taken, selected=len(taken), threshold=threshold, kept=error)
 
 
 def _select(acc: Tensor, k: int, density: float, step: int) -> tuple[Tensor, float]:

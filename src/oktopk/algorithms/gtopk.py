@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, taken_of
-from oktopk.codec import Codec
+from oktopk.codec import Codec, leftover
 from oktopk.selection import top_k
 from oktopk.sparse import Sparse, merge
 
@@ -31,8 +31,8 @@ class GTopk(Sparsifier):
         tree = _Tree(Codec(state.numel, self.wire), num_wanted(state, self.density), comm)
         with comm.phase("select"):
             sent = top_k(acc.abs(), tree.k)
-        mine, cut = tree.reduce_to_root(Sparse.pick(acc, sent))
-        total = tree.broadcast(mine)
+        block, cut = tree.reduce_to_root(Sparse.pick(acc, sent))
+        total = tree.broadcast(block, acc.dtype)
         with comm.phase("apply"):
             # Where an index did not survive, all ranks keep what they sent, and what was cut of it is already theirs.
             returned = tuple(part[total.shared(part.index)] for part in cut)
@@ -47,30 +47,39 @@ class _Tree:
     k: int
     comm: Comm
 
-    def reduce_to_root(self, mine: Sparse) -> tuple[Sparse, list[Sparse]]:
-        """Return what this rank holds at the end (rank 0: the result), and what it cut or rounded away."""
+    def reduce_to_root(self, mine: Sparse) -> tuple[Tensor, list[Sparse]]:
+        """Return the block that this rank ends with (rank 0: the result), and the pairs that it cut or rounded away."""
         rank = self.comm.rank
         cut: list[Sparse] = []
         for distance in self._distances():
             if rank % (2 * distance) == distance:
-                mine = self._round(mine, cut)
-                self._send(mine, rank - distance)
                 break
             if rank + distance < self.comm.size:
-                theirs = self._receive(rank + distance, mine.value)
+                block = self._receive(rank + distance, mine.index.device)
+                theirs = self._decode(block, rank + distance, mine.value.dtype)
                 with self.comm.phase("reduce"):
                     mine = self._cut(_sum(mine, theirs), cut)
-        return (self._round(mine, cut) if rank == 0 else mine), cut
+        block, error = self.codec.encode(mine, capacity=self.k)
+        cut.extend(leftover(mine, error))
+        if rank:
+            self._send(block, self._parent)
+        return block, cut
 
-    def broadcast(self, mine: Sparse) -> Sparse:
-        """Return rank 0's pairs, passed down the tree by which they came."""
+    def broadcast(self, block: Tensor, dtype: torch.dtype) -> Sparse:
+        """Return rank 0's pairs; its block is passed down the tree by which they came."""
         rank = self.comm.rank
+        if rank:
+            block = self._receive(self._parent, block.device)
+        total = self._decode(block, self._parent, dtype)
         for distance in reversed(self._distances()):
-            if rank % (2 * distance) == distance:
-                mine = self._receive(rank - distance, mine.value)
-            elif rank % (2 * distance) == 0 and rank + distance < self.comm.size:
-                self._send(mine, rank + distance)
-        return mine
+            if rank % (2 * distance) == 0 and rank + distance < self.comm.size:
+                self._send(block, rank + distance)
+        return total
+
+    @property
+    def _parent(self) -> int:
+        """The rank without its lowest bit."""
+        return self.comm.rank & (self.comm.rank - 1)
 
     def _distances(self) -> list[int]:
         return [1 << i for i in range((self.comm.size - 1).bit_length())]
@@ -84,18 +93,16 @@ class _Tree:
         cut.append(part[~kept])
         return part[kept]
 
-    def _round(self, part: Sparse, cut: list[Sparse]) -> Sparse:
-        cut.extend(self.codec.lost(part))
-        return self.codec.rounded(part)
+    def _decode(self, block: Tensor, source: int, dtype: torch.dtype) -> Sparse:
+        return self.codec.decode(block, dtype, self.k, source=source, sums=True)[0]
 
-    def _send(self, part: Sparse, to: int) -> None:
+    def _send(self, block: Tensor, to: int) -> None:
         with self.comm.phase("exchange"):
-            self.comm.sendrecv(self.codec.encode(part, capacity=self.k), to, to, 0, part.index.device).wait()
+            self.comm.sendrecv(block, to, to, 0, block.device).wait()
 
-    def _receive(self, source: int, like: Tensor) -> Sparse:
+    def _receive(self, source: int, device: torch.device) -> Tensor:
         with self.comm.phase("exchange"):
-            block = self.comm.sendrecv(None, source, source, self.codec.words(self.k), like.device).wait()
-        return self.codec.decode(block, like.dtype, self.k, source=source, sums=True)[0]
+            return self.comm.sendrecv(None, source, source, self.codec.words(self.k), device).wait()
 
 
 def _sum(mine: Sparse, theirs: Sparse) -> Sparse:

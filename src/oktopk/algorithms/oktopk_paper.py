@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import OkTopkState, Reduced, fitting, taken_of
-from oktopk.codec import Codec
+from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError
 from oktopk.partition import balanced_cuts, consensus
 from oktopk.selection import (
@@ -107,12 +107,16 @@ def _split_and_reduce(
         counts = torch.tensor([part.nnz for part in parts], device=selected.index.device)
         arriving = _checked(comm.all_to_all_single(counts, ones, ones).tolist(), [min(high - low, cap)] * size)
         received: list[list[Sparse]] = [[] for _ in range(size)]
-        received[rank].append(codec.rounded(parts[rank]))
+        errors: list[list[Tensor | None]] = [[] for _ in range(size)]
+        mine, error = codec.round(parts[rank])
+        received[rank].append(mine)
+        errors[rank].append(error)
         travelling: deque[tuple[int, Pending]] = deque()
         for distance in range(1, size):
             to, source = (rank + distance) % size, (rank - distance) % size
             for bucket, count in zip_longest(_buckets(parts[to]), _bucket_sizes(arriving[source])):
-                block = None if bucket is None else codec.encode(bucket)
+                block, error = (None, None) if bucket is None else codec.encode(bucket)
+                errors[to].append(error)
                 words = codec.words(count) if count else 0
                 travelling.append((source, comm.sendrecv(block, to, source, words, counts.device)))
                 if len(travelling) > 1:
@@ -121,7 +125,7 @@ def _split_and_reduce(
             _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
     with comm.phase("reduce"):
         in_rank_order = [part.shift(-low, high - low) for row in received for part in row]
-        return merge(in_rank_order).shift(low, selected.numel), codec.rounding(*parts)
+        return merge(in_rank_order).shift(low, selected.numel), join_errors(error for row in errors for error in row)
 
 
 def _checked(counts: list[int], most: Sequence[int]) -> list[int]:
@@ -239,26 +243,25 @@ def _balance_and_allgather(
         if layout.balancing_pays():
             room = layout.block
             kept, lost = _balance(kept, layout, codec, comm)
-        blocks = comm.all_gather(codec.encode(kept, capacity=room))
+        block, error = codec.encode(kept, capacity=room)
+        blocks = comm.all_gather(block)
     with comm.phase("apply"):
         parts = [
             codec.decode(block, kept.value.dtype, room, source=source, sums=True)[0]
             for source, block in enumerate(blocks)
         ]
-        return Sparse.join(parts), lost + codec.lost(kept)
+        return Sparse.join(parts), lost + leftover(kept, error)
 
 
 def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> tuple[Sparse, tuple[Sparse, ...]]:
     """Return this rank's equal block of the row of all owners' pairs, and what rounding took from those it moved."""
     ends = list(accumulate(layout.moves(comm.rank), initial=0))
     pieces = [kept[i:j] for i, j in pairwise(ends)]
-    blocks = [codec.encode(piece) if piece.nnz else None for piece in pieces]
+    encoded = [codec.encode(piece) for piece in pieces if piece.nnz]
     counts = [layout.moves(other)[comm.rank] for other in range(comm.size)]
-    send = [0 if block is None else len(block) for block in blocks]
+    send = [codec.words(piece.nnz) if piece.nnz else 0 for piece in pieces]
     receive = [codec.words(count) if count else 0 for count in counts]
-    outgoing = torch.cat(
-        [kept.index.new_empty(0, dtype=torch.int32), *(block for block in blocks if block is not None)]
-    )
+    outgoing = torch.cat([kept.index.new_empty(0, dtype=torch.int32), *(block for block, _ in encoded)])
     arrived = torch.split(comm.all_to_all_single(outgoing, send, receive), receive)
     parts = [
         codec.decode(block, kept.value.dtype, counts[source], source=source, sums=True)[0]
@@ -266,4 +269,4 @@ def _balance(kept: Sparse, layout: _Layout, codec: Codec, comm: Comm) -> tuple[S
         if len(block)
     ]
     moved = Sparse.join([Sparse.empty(kept.numel, kept.value), *parts])
-    return moved, tuple(lost for piece in pieces for lost in codec.lost(piece))
+    return moved, leftover(kept, join_errors(error for _, error in encoded))

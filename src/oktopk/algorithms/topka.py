@@ -28,10 +28,10 @@ class TopkA(Sparsifier):
             taken = top_k(acc.abs(), k)
         with comm.phase("pack"):
             part = Sparse.pick(acc, taken)
-            block = codec.encode(part, capacity=k)
+            block, error = codec.encode(part, capacity=k)
         with comm.phase("gather"):
             blocks = comm.all_gather(block)
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype, k, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1
-        return Reduced(total, taken, selected=len(taken), kept=codec.rounding(part))
+        return Reduced(total, taken, selected=len(taken), kept=error)

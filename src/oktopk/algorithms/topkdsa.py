@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
-from oktopk.codec import Codec
+from oktopk.codec import Codec, join_errors, leftover
 from oktopk.codec.values import num_words, read, write_
 from oktopk.errors import MalformedError
 from oktopk.partition import even_cuts
@@ -36,9 +36,9 @@ class TopkDSA(Sparsifier):
             taken = top_k(acc.abs(), k)
         with comm.phase("pack"):
             parts = Sparse.pick(acc, taken).split(cuts)
-            blocks = [codec.encode(part) for codec, part in zip(codecs, parts, strict=True)]
+            encoded = [codec.encode(part) for codec, part in zip(codecs, parts, strict=True)]
         with comm.phase("exchange"):
-            arrived = comm.all_to_all_v(blocks, most=mine.words(min(k, mine.numel)))
+            arrived = comm.all_to_all_v([block for block, _ in encoded], most=mine.words(min(k, mine.numel)))
         with comm.phase("reduce"):
             region = merge([mine.decode(each, acc.dtype, source=source)[0] for source, each in enumerate(arrived)])
             block, lost = _encode_region(mine, region)
@@ -52,18 +52,20 @@ class TopkDSA(Sparsifier):
             ]
             total = Sparse.concat(regions)
         state.step += 1
+        error = join_errors(each for _, each in encoded)
         returned = tuple(part.shift(int(cuts[comm.rank]), state.numel) for part in lost)
-        return Reduced(total, taken, returned, selected=len(taken), kept=mine.rounding(*parts))
+        return Reduced(total, taken, returned, selected=len(taken), kept=error)
 
 
 def _encode_region(codec: Codec, region: Sparse) -> tuple[Tensor, tuple[Sparse, ...]]:
     """Return the cheaper of two forms, pairs behind their header or one value for each element; and what is lost."""
     if codec.words(region.nnz) < codec.value_words(codec.numel):
-        return codec.encode(region), codec.lost(region)
+        block, error = codec.encode(region)
+        return block, leftover(region, error)
     dense = region.to_dense()
     block = torch.zeros(codec.value_words(codec.numel), dtype=torch.int32, device=dense.device)
-    write_(codec.wire, block[: num_words(codec.wire, codec.numel)], dense)
-    return block, codec.lost(Sparse(torch.arange(codec.numel, device=dense.device), dense, codec.numel))
+    error = write_(codec.wire, block[: num_words(codec.wire, codec.numel)], dense)
+    return block, leftover(Sparse(torch.arange(codec.numel, device=dense.device), dense, codec.numel), error)
 
 
 def _decode_region(codec: Codec, block: Tensor, dtype: torch.dtype, owner: int) -> Sparse:

@@ -7,13 +7,14 @@
                 wires the gaps between them, packed into 8, 12 or 16 bits each, if that is less (see `packing`)
     then        room for `capacity` values, as wide as the wire makes them (see `values`)
 
-Indices are never floats, so they are exact at any length. What a codec rounds away is `rounding`'s to tell, and the
-algorithms give it back to the residual.
+Indices are never floats, so they are exact at any length. `encode` returns the rounding error of the values with the
+block, and the algorithms give it back to the residual.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +63,14 @@ class Codec:
             return 2 * capacity
         return packed_words(self.numel, capacity, self._width(capacity)) if self.wire != "fp32" else capacity
 
-    def encode(self, part: Sparse, capacity: int | None = None, note: int = 0) -> Tensor:
-        """Return a new block that holds `part`, with room for `capacity` pairs (default: just enough)."""
+    def encode(self, part: Sparse, capacity: int | None = None, note: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Return a new block with `part` and capacity for `capacity` pairs (default: its own), and the rounding error.
+
+        The error has one element for each value of `part`. It is None where the wire is exact.
+        """
         capacity = part.nnz if capacity is None else capacity
         block = torch.zeros(self.words(capacity), dtype=torch.int32, device=part.index.device)
-        self.encode_into_(block, part, capacity, note)
-        return block
+        return block, self.encode_into_(block, part, capacity, note)
 
     def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> Tensor | None:
         """Write `part` and `note` into `block`; words beyond the count are left as they are.
@@ -147,21 +150,23 @@ class Codec:
             raise MalformedError(f"a note is a number of 62 bits, not of the words {low} and {high}")
         return count, slots, high << 31 | low
 
-    def rounding(self, *parts: Sparse) -> Tensor | None:
-        """Return what sending each part in a block of its own loses of its values; None where nothing is lost."""
-        if values.is_exact(self.wire, parts[0].value.dtype):
-            return None
-        return torch.cat([part.value - values.rounded(self.wire, part.value) for part in parts])
-
-    def lost(self, part: Sparse) -> tuple[Sparse, ...]:
-        """Return what sending `part` loses as what goes back into the residual: nothing, or one more part."""
-        lost = self.rounding(part)
-        return () if lost is None else (Sparse(part.index, lost, part.numel),)
-
-    def rounded(self, part: Sparse) -> Sparse:
-        """Return `part` as it arrives."""
-        return Sparse(part.index, values.rounded(self.wire, part.value), part.numel)
+    def round(self, part: Sparse) -> tuple[Sparse, Tensor | None]:
+        """Return `part` as it arrives, and the rounding error as `encode` returns it."""
+        value = values.rounded(self.wire, part.value)
+        error = None if values.is_exact(self.wire, value.dtype) else part.value - value
+        return Sparse(part.index, value, part.numel), error
 
     def _fields(self, block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         middle = HEADER_WORDS + self._all_index_words(capacity)
         return block[HEADER_WORDS:middle], block[middle : middle + num_words(self.wire, capacity)]
+
+
+def join_errors(errors: Iterable[Tensor | None]) -> Tensor | None:
+    """Return the rounding errors of several blocks as one; None where the wire is exact."""
+    rounded = [error for error in errors if error is not None]
+    return torch.cat(rounded) if rounded else None
+
+
+def leftover(part: Sparse, error: Tensor | None) -> tuple[Sparse, ...]:
+    """Return the rounding error of `part` as the parts that go back into the residual: one, or none."""
+    return () if error is None else (Sparse(part.index, error, part.numel),)
