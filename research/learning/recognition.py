@@ -74,7 +74,7 @@ class Recognition:
     def __init__(self, config: Config, speech: Speech, device: torch.device) -> None:
         self.config, self.speech, self.device = config, speech, device
         self.window = speech.steps_per_epoch
-        self.optimizer = Sgd(config.momentum, config.nesterov, config.clip)
+        self.optimizer = Sgd(config.momentum, True, config.clip)
 
     def make_net(self) -> nn.Module:
         """Return the trainer's net."""

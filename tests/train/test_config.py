@@ -16,14 +16,12 @@ from oktopk.train.config import Config, Rates, describe_settings, make_config, p
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("lr", "0.01", 0.01),
         ("lr", "1e-3", 0.001),
         ("clip", "20", 20.0),
         ("max_epochs", "7", 7),
-        ("augment", "yes", True),
+        ("augment", "TRUE", True),
         ("augment", "Off", False),
-        ("nesterov", "0", False),
-        ("nesterov", "TRUE", True),
+        ("augment", "0", False),
         ("dnn", "lstman4", "lstman4"),
     ],
 )
@@ -34,24 +32,20 @@ def test_text_is_read_as_the_settings_type(name: str, text: str, value: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"),
+    ("name", "values", "wanted"),
     [
-        ("lr", "fast", "lr wants a number, not 'fast'"),
-        ("lr", "", "lr wants a number, not ''"),
-        ("lr", None, "lr wants a number, not None"),
-        ("max_epochs", "1.5", "max_epochs wants a whole number, not '1.5'"),
-        ("max_epochs", 1.5, "max_epochs wants a whole number"),
-        ("max_epochs", True, "max_epochs wants a whole number"),
-        ("augment", "maybe", "augment wants yes or no, not 'maybe'"),
-        ("augment", 1, "augment wants yes or no"),
-        ("data_dir", 3, "data_dir wants text"),
+        ("lr", ("fast", "", None), "a number"),
+        ("max_epochs", ("1.5", 1.5, True), "a whole number"),
+        ("augment", ("maybe", 1), "yes or no"),
+        ("data_dir", (3,), "text"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_help(name: str, value: Any, wanted: str) -> None:
-    with pytest.raises(SettingError, match=wanted.replace("'", ".")) as raised:
-        make_config({name: value})
+def test_a_value_of_another_type_is_refused_with_the_help(name: str, values: tuple[Any, ...], wanted: str) -> None:
     text = next(each.metadata["help"] for each in fields(Config) if each.name == name)
-    assert text in str(raised.value)
+    for value in values:
+        with pytest.raises(SettingError) as raised:
+            make_config({name: value})
+        assert str(raised.value) == f"{name} wants {wanted}, not {value!r} ({text})"
 
 
 @pytest.mark.parametrize(
@@ -64,55 +58,27 @@ def test_did_you_mean(typed: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "pair",
     [
-        ("lr", "0"),
-        ("lr", "-0.1"),
-        ("momentum", "1"),
-        ("sparse_momentum", "1"),
-        ("sparse_momentum", "-0.1"),
-        ("lr", "nan"),
-        ("lr", "inf"),
-        ("clip", "-1"),
-        ("clip", "inf"),
-        ("timeout_s", "inf"),
-        ("weight_decay", "nan"),
-        ("density", "0"),
-        ("density", "1.5"),
-        ("batch_size", "0"),
-        ("max_epochs", "0"),
-        ("nsteps_update", "0"),
-        ("validate_every", "0"),
-        ("dense_steps", "-1"),
-        ("checkpoint_every", "-1"),
-        ("seed", "-1"),
-        ("seed", str(2**64)),
-        ("dnn", "lstman5"),
-        ("dataset", "an5"),
-        ("compressor", "okTopk2"),
-        ("mode", "papers"),
-        ("ranking", "size"),
-        ("wire", "fp64"),
-        ("clip_place", "here"),
-        ("device", "tpu"),
-        ("on_nonfinite", "ignore"),
-        ("grammar", "french"),
+        "lr=0", "lr=-0.1", "lr=nan", "lr=inf", "momentum=1", "sparse_momentum=1", "sparse_momentum=-0.1",
+        "clip=-1", "clip=inf", "timeout_s=inf", "lr_anneal=0", "density=0", "density=1.5", "batch_size=0",
+        "max_epochs=0", "nsteps_update=0", "validate_every=0", "utterances=0", "dense_steps=-1",
+        "checkpoint_every=-1", "max_steps=-1", "threads=-1", "seed=-1", "seed=18446744073709551616",
+        "dnn=lstman5", "dataset=an5", "compressor=okTopk2", "ranking=size", "wire=fp64", "clip_place=here",
+        "device=tpu", "on_nonfinite=ignore", "grammar=french",
     ],
-)
-def test_values_that_mean_nothing_are_refused_by_name(name: str, value: str) -> None:
+)  # fmt: skip
+def test_values_that_mean_nothing_are_refused_by_name(pair: str) -> None:
+    name, _, value = pair.partition("=")
     with pytest.raises(SettingError) as raised:
         make_config({name: value})
-    words = {"dnn": "net", "clip_place": "place to clip"}
-    assert words.get(name, name) in str(raised.value)
+    assert name in str(raised.value)
     assert value in str(raised.value)
 
 
 def test_pairs() -> None:
-    assert parse_pairs(["lr=1", "dense-steps = 4", "data_dir=a=b"]) == {
-        "lr": "1",
-        "dense_steps": "4",
-        "data_dir": "a=b",
-    }
+    parsed = {"lr": "1", "dense_steps": "4", "data_dir": "a=b"}
+    assert parse_pairs(["lr=1", "dense-steps = 4", "data_dir=a=b"]) == parsed
     with pytest.raises(SettingError, match="key=value, not 'lr'"):
         parse_pairs(["lr"])
 
@@ -124,13 +90,13 @@ def test_pairs() -> None:
     folder=st.text(max_size=20),
     compressor=st.sampled_from(["dense", "oktopk", "gtopk", "topka"]),
 )
-def test_what_is_written_is_read_again(lr: float, epochs: int, augment: bool, folder: str, compressor: str) -> None:
+def test_a_written_config_is_read_again(lr: float, epochs: int, augment: bool, folder: str, compressor: str) -> None:
     config = Config(lr=lr, max_epochs=epochs, augment=augment, data_dir=folder, compressor=compressor)
     assert Config.from_json(config.to_json(), Path("config.json")) == config
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"lr": 0.1'])
-def test_a_config_file_that_is_none_is_named(text: str) -> None:
+def test_a_file_that_is_no_config_is_named(text: str) -> None:
     with pytest.raises(SettingError, match=r"runs/a/config\.json"):
         Config.from_json(text, Path("runs/a/config.json"))
 
@@ -146,12 +112,6 @@ def test_the_learning_rate_falls_by_the_epoch() -> None:
     assert [config.lr_at(epoch) for epoch in range(3)] == [0.1, 0.05, 0.025]
 
 
-def test_the_algorithm_gets_the_settings_that_it_knows() -> None:
-    assert "density=0.1" in str(Config(density=0.1, mode="paper").algorithm())
-    assert "mode='paper'" in str(Config(density=0.1, mode="paper").algorithm())
-    assert Config(compressor="dense", density=0.1).is_dense
-
-
 @given(momentum=st.floats(0, 0.99), sparse=st.floats(0, 0.99), lr=st.floats(1e-6, 1.0), epoch=st.integers(0, 30))
 def test_a_gradient_moves_the_weights_as_far_in_the_end_in_sparse_steps(
     momentum: float, sparse: float, lr: float, epoch: int
@@ -162,11 +122,8 @@ def test_a_gradient_moves_the_weights_as_far_in_the_end_in_sparse_steps(
     assert (before.lr, before.momentum) == (config.lr_at(epoch), momentum)
     assert after.momentum == min(momentum, sparse)
     assert after.lr / (1 - after.momentum) == pytest.approx(before.lr / (1 - before.momentum))
-
-
-def test_with_the_momentum_of_dense_steps_nothing_changes_at_the_switch() -> None:
-    config = Config(sparse_momentum=0.9)
-    assert config.rates_at(3, "sparse") == config.rates_at(3, "dense")
+    same = Config(momentum=momentum, sparse_momentum=momentum, lr=lr)
+    assert same.rates_at(epoch, "sparse") == same.rates_at(epoch, "dense")
 
 
 @pytest.mark.parametrize("phase", ["dense", "sparse"])
@@ -175,7 +132,10 @@ def test_with_momentum_correction_the_optimizer_has_none(phase: str) -> None:
     assert config.rates_at(2, phase) == Rates(config.lr_at(2), 0.0)
 
 
-def test_the_wire_is_the_algorithms_own_unless_it_is_named() -> None:
+def test_the_algorithm_gets_the_settings_that_it_knows() -> None:
+    """The wire is the algorithm's own unless it is named."""
     assert Config().algorithm() == OkTopk()
+    assert Config(density=0.1, ranking="scaled").algorithm() == OkTopk(density=0.1, ranking="scaled")
     assert Config(compressor="topka").algorithm() == TopkA(density=0.03)
     assert Config(compressor="topka", wire="int8").algorithm() == TopkA(density=0.03, wire="int8")
+    assert Config(compressor="dense", density=0.1).is_dense

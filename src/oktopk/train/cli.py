@@ -20,7 +20,7 @@ from oktopk.doctor.cli import doctor
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.report.cli import report, watch
 from oktopk.train import checkpoint, corpus
-from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
+from oktopk.train.config import Config, describe_settings, help_of, make_config, parse_pairs
 from oktopk.train.data.cli import app as data_app
 from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.dist import Place
@@ -62,21 +62,14 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _show_recipes(wanted: bool) -> None:
-    if wanted:
-        table = Table("recipe", "what for")
-        for name in recipe_names():
-            table.add_row(name, load_recipe(name).about)
-        rich.console.Console().print(table)
-        raise typer.Exit
-
-
 def _show_settings(wanted: bool) -> None:
     if wanted:
-        table = Table("setting", "default", "what it means", title="for --set; recipes have values of their own")
+        settings, recipes = Table("setting", "default", "meaning"), Table("recipe", "purpose")
         for row in describe_settings():
-            table.add_row(*map(escape, row))
-        rich.console.Console().print(table)
+            settings.add_row(*map(escape, row))
+        for name in recipe_names():
+            recipes.add_row(name, load_recipe(name).about)
+        rich.console.Console().print(settings, "A recipe may give another default:", recipes)
         raise typer.Exit
 
 
@@ -86,50 +79,38 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Take what comes before the command."""
+    """Take the options before the command."""
+
+
+def _flag(name: str) -> Any:
+    """Return the option of a setting, with the setting's help text."""
+    return typer.Option(help=help_of(name))
 
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str | None, typer.Option(help=f"Settings known to work; --recipes lists them. Without it: {DEFAULT}.")
-    ] = None,
-    dnn: Annotated[str | None, typer.Option(help="The net: lstman4 (27.6 M parameters) or lstman4-small.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="an4: the manifests in --data-dir. synth-an4: speech made offline.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="What oktopk data made; without it speech is made.")] = None,
-    max_epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Utterances of each worker.")] = None,
-    nsteps_update: Annotated[int | None, typer.Option(help="Forward passes a step, averaged.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    compressor: Annotated[
-        str | None, typer.Option(help="oktopk, topka, topkdsa, gtopk, gaussiank, or dense to compare.")
-    ] = None,
-    density: Annotated[float | None, typer.Option(help="The part of the gradient that is sent: 0.02 is 2 %.")] = None,
-    dense_steps: Annotated[int | None, typer.Option(help="Steps before the first sparse one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and order.")] = None,
-    on_nonfinite: Annotated[str | None, typer.Option(help="A NaN or Inf: stop the run, or skip the step.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; --settings has them.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Workers to start here. Under torchrun, mpirun or srun: leave it out.")
-    ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all workers start again from the last checkpoint if one dies.")
-    ] = 0,
-    runs: Annotated[Path, typer.Option(help="Where the folders of the runs are.")] = Path("runs"),
-    name: Annotated[str | None, typer.Option(help="The run's name: its folder is RUNS/NAME.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with a run: its folder, or one of its checkpoints.")
-    ] = None,
+    recipe: Annotated[str | None, typer.Option(help=f"Tuned settings: {', '.join(recipe_names())}.")] = None,
+    dnn: Annotated[str | None, _flag("dnn")] = None,
+    dataset: Annotated[str | None, _flag("dataset")] = None,
+    data_dir: Annotated[str | None, _flag("data_dir")] = None,
+    max_epochs: Annotated[int | None, _flag("max_epochs")] = None,
+    batch_size: Annotated[int | None, _flag("batch_size")] = None,
+    nsteps_update: Annotated[int | None, _flag("nsteps_update")] = None,
+    lr: Annotated[float | None, _flag("lr")] = None,
+    compressor: Annotated[str | None, _flag("compressor")] = None,
+    density: Annotated[float | None, _flag("density")] = None,
+    dense_steps: Annotated[int | None, _flag("dense_steps")] = None,
+    seed: Annotated[int | None, _flag("seed")] = None,
+    on_nonfinite: Annotated[str | None, _flag("on_nonfinite")] = None,
+    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Any setting of --settings.")] = [],  # noqa: B006
+    nproc: Annotated[int | None, typer.Option(min=1, help="Workers to start here; not under another launcher.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all workers after one has died.")] = 0,
+    runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
+    name: Annotated[str | None, typer.Option(help="Name of the run: its folder is RUNS/NAME.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with, or of a checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and do nothing.")] = False,
-    recipes: Annotated[  # noqa: ARG001 - acts while it is read
-        bool, typer.Option("--recipes", callback=_show_recipes, is_eager=True, help="List the recipes.")
-    ] = False,
-    settings: Annotated[  # noqa: ARG001 - acts while it is read
-        bool, typer.Option("--settings", callback=_show_settings, is_eager=True, help="List all settings.")
+    settings: Annotated[
+        bool, typer.Option("--settings", callback=_show_settings, is_eager=True, help="List all settings and recipes.")
     ] = False,
 ) -> None:
     """Train the speech recogniser with a sparse exchange, on this machine or a cluster.
@@ -137,38 +118,37 @@ def train(
     oktopk train                              a small net on synthetic speech, two workers, minutes
     oktopk train --data-dir DIR --nproc 2     the same on your data, which oktopk data imports
     oktopk train --dnn lstman4 --dataset an4 --data-dir DIR --lr 0.001 --compressor oktopk --density 0.02
-    torchrun, mpirun or srun oktopk train     workers started by others, on any number of machines
+    torchrun, mpirun or srun oktopk train     workers that a launcher starts, on any number of machines
     oktopk train --resume runs/NAME           go on where a run stopped
 
-    A run first prints its plan, dense and sparse steps and their bytes; it leaves everything in RUNS/NAME.
+    A run first prints its plan: dense and sparse steps, and their bytes. It leaves everything in RUNS/NAME.
     """
-    asked = {
-        "dnn": dnn, "dataset": dataset, "data_dir": None if data_dir is None else str(data_dir),
-        "max_epochs": max_epochs, "batch_size": batch_size, "nsteps_update": nsteps_update, "lr": lr,
-        "compressor": compressor, "density": density, "dense_steps": dense_steps, "seed": seed,
-        "on_nonfinite": on_nonfinite,
-    }  # fmt: skip
-    given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    given = {key: value for key, value in locals().items() if key in Config.__dataclass_fields__ and value is not None}
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
-        given |= parse_pairs(set_ or [])
-        place = find_place(os.environ)
-        job, workers = _resumed(resume, given) if resume else _fresh(recipe, given, runs, name)
-        workers = nproc or workers
-        if place is not None and place.size == 1 and workers > 1 and nproc:
-            place = None  # the only task of a job, an interactive shell of srun's say, starts workers as anyone else
-        if place is not None and nproc not in (None, place.size):
-            raise SettingError(f"{place.launcher} started {place.size} workers: leave --nproc {nproc} out")
+        given |= parse_pairs(set_)
+        job, workers = _resumed(resume, given) if resume else _fresh(given, runs, name)
+        place = _place(nproc)
         if dry_run:
-            _dry_run(job, place.size if place else workers)
+            _dry_run(job, place.size if place else nproc or workers)
         elif place is not None:
             work(job, place)
         else:
-            _start(job, workers, max_restarts)
+            _start(job, nproc or workers, max_restarts)
+
+
+def _place(nproc: int | None) -> Place | None:
+    """Return the place that a launcher gave this process; None if this process is to start the workers."""
+    place = find_place(os.environ)
+    if place is not None and place.size == 1 and (nproc or 1) > 1:
+        return None  # the only task of a job, such as a shell of srun, starts workers as any shell does
+    if place is not None and nproc not in (None, place.size):
+        raise SettingError(f"{place.launcher} started {place.size} workers: leave --nproc {nproc} out")
+    return place
 
 
 @app.command(hidden=True)
 def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> None:
-    """Be one of the workers that `train` started."""
+    """Run one of the workers that `train` started."""
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
         place = find_place(os.environ)
         assert place is not None
@@ -176,18 +156,17 @@ def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> 
         work(Job(config=folder.load_config(), runs=run.parent, name=run.name, run=folder, resume=resume), place)
 
 
-def _fresh(recipe: str | None, given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, int]:
-    """Return a new job, and how many workers its recipe wants."""
-    chosen = load_recipe(recipe or OF_NET.get(str(given.get("dnn")), DEFAULT))
-    if "data_dir" in given and "dataset" not in given:
-        given = {**given, "dataset": "an4"}  # whoever names a folder has data in it
-    config = make_config({"recipe": chosen.name, **chosen.settings, **given})
+def _fresh(given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, int]:
+    """Return a new job, and the number of workers of its recipe."""
+    chosen = load_recipe(given.get("recipe") or OF_NET.get(str(given.get("dnn")), DEFAULT))
+    dataset = {"dataset": "an4"} if "data_dir" in given else {}  # a folder that is named has data in it
+    config = make_config({**chosen.settings, **dataset, **given, "recipe": chosen.name})
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Job(config=config, runs=runs, name=name or f"{chosen.name}-{config.compressor}-{stamp}"), chosen.nproc
 
 
 def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
-    """Return the job of a run that goes on, with what is to be different, and how many workers it had."""
+    """Return the job of a run that goes on with the settings `given`, and the number of workers it had."""
     is_checkpoint = (path / checkpoint.SHARED).is_file()
     run = RunDir.open(path.parent.parent if is_checkpoint else path)
     folder = path if is_checkpoint else checkpoint.find_last(run)
@@ -199,22 +178,17 @@ def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
 
 
 def _start(job: Job, workers: int, max_restarts: int) -> None:
-    """Run the job here: in this process if it is one worker, else in workers of their own."""
+    """Run the job on this machine: in this process if it is one worker, else in processes of their own."""
     if workers == 1 and not max_restarts:
         work(job, Place(launcher="oktopk train"))
         return
-    _check_before(job.config, workers)
+    corpus.prepare(job.config)  # an error of the data is told once, before any worker starts
+    corpus.check_enough(job.config, corpus.load(job.config), workers)
     run = job.folder()
     command = ["-m", "oktopk", "worker", str(run.path)]
     if job.resume is not None:
         command += ["--resume", str(job.resume)]
     start_workers(command, workers, run.path, max_restarts, threads_of(job.config, workers))
-
-
-def _check_before(config: Config, workers: int) -> None:
-    """Find what would stop every worker, once, before any is started."""
-    corpus.prepare(config)
-    corpus.check_enough(config, corpus.load(config), workers)
 
 
 def _dry_run(job: Job, workers: int) -> None:

@@ -1,4 +1,4 @@
-"""What all workers do together: hold the same weights, fail together, add up what each has measured."""
+"""Actions of all workers together: hold the same weights, fail together, gather and sum their figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from oktopk.errors import MismatchError, OktopkError, PeerError
 
 T = TypeVar("T")
-_MESSAGE_BYTES = 500
 
 
 def gather(values: list[float]) -> list[list[float]]:
@@ -32,38 +31,41 @@ def total(values: Tensor) -> Tensor:
     return values
 
 
+def share(value: T | None) -> T:
+    """Return on every rank the `value` of rank 0."""
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values)
+    return values[0]  # type: ignore[no-any-return]
+
+
 def all_or_none(what: str, act: Callable[[], T]) -> T:
-    """Return what `act` does on this rank; if it fails on any, every rank raises, with that rank's message."""
+    """Return the result of `act` on this rank; if it fails on any rank, every rank raises with that rank's message."""
     result, error = None, None
     try:
         result = act()
-    except Exception as failed:  # whatever it is: the other ranks wait for us below
+    except Exception as failed:  # of any kind: the other ranks wait for this one below
         error = failed
-    told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in _messages(error)]
-    if error is not None:
-        raise error
-    for rank, message in enumerate(told):
-        if message:
+    for rank, message in enumerate(_gather_objects(None if error is None else f"{type(error).__name__}: {error}")):
+        if error is not None:
+            raise error
+        if message is not None:
             raise PeerError(f"{what} failed on rank {rank}: {message}")
     return result  # type: ignore[return-value]
 
 
-def _messages(error: Exception | None) -> list[list[int]]:
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    mine = torch.tensor(list(text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [each.tolist() for each in every]
+def _gather_objects(mine: T) -> list[T]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
 def check_same_weights(model: nn.Module, step: int) -> str:
-    """Return the weights' digest, or raise on every rank if they differ: they must not, in a single bit."""
-    digest = weights_digest(model)
-    words = [[int(word) for word in row] for row in gather([float(int(digest[i : i + 8], 16)) for i in (0, 8)])]
-    differing = [rank for rank, row in enumerate(words) if row != words[0]]
+    """Return the digest of the weights; raise on every rank if the ranks differ in a single bit."""
+    digests = _gather_objects(weights_digest(model))
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise MismatchError(f"step {step}: the weights of ranks {differing} are not those of rank 0")
-    return digest
+    return digests[0]
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -82,23 +84,13 @@ def share_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def lost_peers_named() -> Iterator[None]:
-    """Make a `PeerError` of a collective that broke: others have died or left, and there is no bug to trace here."""
+    """Turn the error of a broken collective into a `PeerError`: another rank has died or left."""
     try:
         yield
     except RuntimeError as error:
         text = (str(error) or "?").splitlines()[0]
-        _, ours, said = text.rpartition("PeerError: ")  # of our own, from within autograd
+        _, ours, said = text.rpartition("PeerError: ")  # raised by oktopk within autograd
         if isinstance(error, OktopkError) or not (ours or "gloo/" in text or "NCCL" in text):
             raise
         said = re.sub(r"\[\S*/\S*\] |\. This is typically.*", "", said)
         raise PeerError(said if ours else f"another rank died, left or was cut off: {said}") from error
-
-
-def share(key: str, value: str | None) -> str:
-    """Return on every rank what rank 0 gave as `value`."""
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        assert value is not None
-        store.set(f"oktopk/{key}", value)
-        return value
-    return str(store.get(f"oktopk/{key}").decode())

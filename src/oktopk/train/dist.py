@@ -1,4 +1,4 @@
-"""`Place`: a worker among the others, and how it meets them."""
+"""`Place`: the rank of a worker, and the way it joins the process group."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from torch.distributed.rendezvous import rendezvous
 from oktopk.errors import OktopkError, PeerError
 
 STORE, STARTER = "OKTOPK_STORE", "OKTOPK_STARTER"
-"""What `oktopk train` tells the workers that it starts: where they meet, and who it is."""
+"""Variables of the workers that `oktopk train` starts: the file of their store, and the process that started them."""
 
 HERE = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class PlaceError(OktopkError, ValueError):
-    """An environment that says a worker's place wrongly, or only in part."""
+    """An environment with a wrong or incomplete place of this worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """A worker among the others.
 
-    launcher       what started it, as people call it
+    launcher       name of the program that started it
     local_rank     its number on this machine
     local_size     workers on this machine
-    job            what no other job is called, if that is known: jobs that come to one port do not take each other's
-                   workers for their own
+    job            a name that no other job has, if known: two jobs at one port do not take each other's workers
     """
 
     launcher: str
@@ -55,14 +54,14 @@ class Place:
         return self.local_size == self.size
 
     def num_cores(self) -> int:
-        """Return how many cores are this worker's: of those that its launcher has, its share, if it may use them."""
+        """Return the cores of this worker: its share of its launcher's, if it may use them all."""
         mine = _num_cores(0)
         launchers = mine if self.launcher.startswith("oktopk") else max(mine, _num_cores(os.getppid()))
         return max(1, min(mine, launchers // self.local_size))
 
     def join(self, timeout_s: float, device: torch.device) -> None:
-        """Meet the others: make the default process group."""
-        if self.on_one_host:  # then nobody else has to reach us
+        """Make the default process group with the other workers."""
+        if self.on_one_host:  # nobody outside has to reach it
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, LOOPBACK)
         if self.launcher == "mpirun (Open MPI)":  # which shows its workers a terminal even where it writes to a file
@@ -87,7 +86,7 @@ class Place:
         return PrefixStore(f"oktopk/{self.job}", store)
 
     def _listen(self, timeout: timedelta) -> Store:
-        """Return the store of rank 0, which listens on the address that was named, and on no other."""
+        """Return the store of rank 0, which listens on `master_addr` only."""
         family, address = self._resolve()
         try:
             listening = socket.create_server((address, self.master_port), family=family)
@@ -100,7 +99,7 @@ class Place:
         return TCPStore(self.master_addr, port, self.size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
 
     def _resolve(self) -> tuple[socket.AddressFamily, str]:
-        """Return the address of rank 0's host; all ranks look, so that none waits for one that has seen its mistake."""
+        """Return the address of rank 0's host. Every rank checks it, so that none waits for one that has failed."""
         try:
             family, *_, found = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -117,17 +116,17 @@ class Place:
         return family, address
 
     def _reach(self, timeout: timedelta) -> Store:
-        self._resolve()  # or the store would try until its time is over
+        self._resolve()  # the store itself would try until the timeout
         try:
             return TCPStore(self.master_addr, self.master_port, self.size, False, timeout, wait_for_workers=False)
-        except RuntimeError as error:  # the family of torch's DistError
+        except RuntimeError as error:  # the base class of torch's DistError
             raise PeerError(
                 f"rank {self.rank} cannot reach rank 0 at {self.master_addr}:{self.master_port} within "
                 f"{timeout.total_seconds():g} s: is it running, is MASTER_ADDR its host, is the port open?"
             ) from error
 
     def _tell(self, store: Store, mine: str | None, timeout_s: float) -> list[str | None]:
-        """Return what every rank told, in rank order; one that does not come is named."""
+        """Return the word of every rank, in rank order; a rank that does not come is named in the error."""
         store.set(f"oktopk/told/{self.rank}", mine or "")
         told = []
         for rank in range(self.size):
@@ -135,7 +134,7 @@ class Place:
                 told.append(store.get(f"oktopk/told/{rank}").decode() or None)
             except dist.DistNetworkError as error:
                 raise PeerError("rank 0, through which all ranks meet, has left: its own message says why") from error
-            except RuntimeError as error:  # the time is over
+            except RuntimeError as error:  # the timeout
                 raise PeerError(
                     f"rank {rank} of {self.size} did not come within {timeout_s:g} s: its own message says why, if "
                     f"{self.launcher} has started it at all"
@@ -144,7 +143,7 @@ class Place:
 
 
 def _end_with(starter: int) -> None:
-    """End this process when the one that started it is gone: killed at once, it could not end its workers."""
+    """End this process when its starter is gone: a starter that is killed cannot end its workers."""
     while os.getppid() == starter:
         time.sleep(1)
     print(f"error worker {os.getpid()}: oktopk train, which started it, is gone", file=sys.stderr, flush=True)
@@ -156,7 +155,7 @@ def _num_cores(process: int) -> int:
 
 
 def _gpu(device: torch.device) -> str | None:
-    """Return a name that this GPU has for all processes, whichever number each of them knows it by."""
+    """Return a name of this GPU that does not depend on the numbers by which a process knows its GPUs."""
     if device.type != "cuda":
         return None
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

@@ -79,8 +79,7 @@ class Trainer:
             self.net.parameters(),
             lr=rates.lr,
             momentum=rates.momentum,
-            nesterov=config.nesterov and rates.momentum > 0,
-            weight_decay=config.weight_decay,
+            nesterov=rates.momentum > 0,
         )
         self.sparse = oktopk.attach(
             self.model,

@@ -1,4 +1,4 @@
-"""Our own way to start workers on this machine."""
+"""Start the workers of a run on this machine, with torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from oktopk.errors import PeerError
@@ -15,9 +14,9 @@ from oktopk.train.dist import HERE, STARTER, STORE
 
 
 def start_workers(command: Sequence[str], nproc: int, folder: Path, max_restarts: int, threads: int) -> None:
-    """Run `nproc` workers of this program until all are done; one that fails ends all, or restarts all.
+    """Run `nproc` workers until all are done; one that fails ends all, or restarts all.
 
-    They meet through files in `folder` and talk through this machine's loopback: nothing listens to the outside.
+    They meet through files in `folder` and talk through the loopback: nothing listens to the outside.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,9 +36,16 @@ def start_workers(command: Sequence[str], nproc: int, folder: Path, max_restarts
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(meeting)),
     )
+    variables = {
+        STORE: str(meeting / "store-"),
+        STARTER: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or the launcher would listen on all addresses
+    }
+    before = dict(os.environ)
+    os.environ.update(variables)  # the launcher hands its own environment to the workers
     try:
-        with _environment(_for_workers(meeting, threads)):
-            elastic_launch(config, sys.executable)(*command)
+        elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
@@ -48,26 +54,6 @@ def start_workers(command: Sequence[str], nproc: int, folder: Path, max_restarts
         name = signal.Signals(error.sigval).name
         raise PeerError(f"{name} ended the run; oktopk train --resume {folder} goes on from a checkpoint") from None
     finally:
+        os.environ.clear()
+        os.environ.update(before)
         shutil.rmtree(meeting, ignore_errors=True)
-
-
-def _for_workers(meeting: Path, threads: int) -> dict[str, str]:
-    return {
-        STORE: str(meeting / "store-"),
-        STARTER: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or the launcher would listen on all addresses
-    }
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables for a while: the elastic launcher's workers get what its own process has."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name)
-            os.environ.update({name: before[name]} if name in before else {})

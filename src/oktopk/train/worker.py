@@ -1,4 +1,4 @@
-"""One worker's whole life: find its place, meet the others, train, leave."""
+"""`work`: one worker from its start to its end: join the others, train, leave."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from oktopk.train.recipes import load_recipe
 from oktopk.train.run_logger import RunLogger
 from oktopk.train.rundir import RunDir
 
-NOT_LEARNING = frozenset(
-    {"compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction", "sparse_momentum"}
-)
-PLACES = frozenset({"data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite"})
+COMPARABLE = frozenset(
+    {
+        "compressor", "density", "dense_steps", "ranking", "mode", "wire", "momentum_correction", "sparse_momentum",
+        "data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite",
+    }
+)  # fmt: skip
 """Settings in which a run may differ from its recipe and still be compared with the recipe's dense reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all workers of a run are given alike. `run` is None where rank 0 still has to make its folder."""
+    """The job of all workers of a run; `run` is None until rank 0 has made the folder."""
 
     config: Config
     runs: Path
@@ -44,7 +46,7 @@ class Job:
     resume: Path | None = None  # a checkpoint
 
     def folder(self) -> RunDir:
-        """Return the run's folder: a new one, or that of the run which goes on, with its settings of now."""
+        """Return the run's folder: a new one, or that of a resumed run, with the settings of now."""
         if self.run is None:
             return RunDir.create(self.runs, self.name, self.config)
         self.run.change_config(self.config)
@@ -52,7 +54,7 @@ class Job:
 
 
 def work(job: Job, place: Place) -> dict[str, Any]:
-    """Train as one of the workers; return the figures of the run."""
+    """Train as one of the workers; return the summary of the run."""
     config = job.config
     device = pick_device(config, place)
     torch.set_num_threads(config.threads or place.num_cores())
@@ -63,8 +65,7 @@ def work(job: Job, place: Place) -> dict[str, Any]:
         folder = corpus.data_dir_of(config)
         plan = make_plan(config, place.size, len(data.train), len(data.val), folder, str(device))
         run = all_or_none("making the run's folder", lambda: job.folder() if place.rank == 0 else None)
-        run = RunDir(share("run", str(run.path) if run else None))
-        return _train(job, place, data, plan, run)
+        return _train(job, place, data, plan, share(run))
 
 
 def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
@@ -80,14 +81,13 @@ def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir)
         raise
     finally:
         run_logger.close()
-    reference = reference_of(job.config)
-    console.out.print(end_table(summary, plan, reference))
+    console.out.print(end_table(summary, plan, reference_of(job.config)))
     console.say(f"everything is in {run.path}\nnext: {_next_command(job.config, run)}")
     return summary
 
 
 def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
-    """Show the plan, and go on from a checkpoint if there is one to go on from."""
+    """Go on from a checkpoint if there is one, else show the plan and start the records."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     folder = checkpoint.find_last(run) if restarted else job.resume
     if folder is not None:
@@ -112,24 +112,19 @@ def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
 
 
 def reference_of(config: Config) -> dict[str, float]:
-    """Return what the recipe says the dense run gave; nothing if this run learns in another way than its recipe."""
+    """Return the dense figures of the recipe; empty if this run learns in another way than its recipe."""
     if not config.recipe:
         return {}
     recipe = load_recipe(config.recipe)
-    asked = {"recipe": config.recipe, **recipe.settings}
-    ours, theirs = vars(config), vars(Config(**asked))
-    same = all(ours[name] == theirs[name] for name in ours.keys() - NOT_LEARNING - PLACES)
-    return recipe.reference if same else {}
+    ours, theirs = vars(config), vars(Config(recipe=config.recipe, **recipe.settings))
+    return recipe.reference if all(ours[name] == theirs[name] for name in ours.keys() - COMPARABLE) else {}
 
 
 def _next_command(config: Config, run: RunDir) -> str:
     if config.is_dense:
         return "oktopk train --compressor oktopk    # the same, with a sparse exchange"
     if config.recipe == "an4-small":
-        return (
-            "oktopk data an4 ARCHIVE --out DIR, then oktopk train --data-dir DIR    # real speech; "
-            "oktopk train --help has the rest"
-        )
+        return "oktopk data an4 ARCHIVE --out DIR, then oktopk train --data-dir DIR    # real speech"
     return f"oktopk train --resume {run.path} --max-epochs {config.max_epochs + 10}    # go on learning"
 
 
@@ -144,7 +139,7 @@ def _group(place: Place, timeout_s: float, device: torch.device) -> Iterator[Non
 
 
 def pick_device(config: Config, place: Place) -> torch.device:
-    """Return the device of a worker: GPUs are dealt out by local rank."""
+    """Return the device of a worker; GPUs are assigned by local rank."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--set device=cuda: PyTorch sees no GPU here; use device=auto or cpu")
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -155,5 +150,5 @@ def pick_device(config: Config, place: Place) -> torch.device:
 
 
 def threads_of(config: Config, local_size: int) -> int:
-    """Return the threads of a worker that is to be started here: its share of the cores, unless told otherwise."""
+    """Return the threads of a worker to start on this machine: the setting, or its share of the cores."""
     return config.threads or Place(launcher="oktopk", local_size=local_size).num_cores()

@@ -1,4 +1,4 @@
-"""Recipes: settings that are known to work, as TOML files, one a workload."""
+"""Recipes: tuned settings, in one TOML file for each workload."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ else:
 
 DEFAULT = "an4-small"
 OF_NET = {"lstman4": "lstman4", "lstman4-small": DEFAULT}
-"""The recipe of a net that is named without one: its learning rate must not be that of another."""
+"""Recipe of a net that is named without one, so that no net trains with the learning rate of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A named set of settings.
 
-    about       what it is for, in a line
-    settings    of `Config`
-    nproc       workers, unless told otherwise
-    reference   what the same run gave with the dense compressor, measured: {"wer": ..., "train_loss": ...}
+    about       its purpose, in a line
+    settings    values of `Config`
+    nproc       default number of workers
+    reference   measured figures of the same run with the dense compressor: {"wer": ..., "train_loss": ...}
     """
 
     name: str

@@ -1,17 +1,26 @@
+"""The command line: plan, lists, one whole run, and errors of one line."""
+
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rich.console
+import typer
 from typer.testing import CliRunner
 
 import oktopk
+from oktopk.train import cli
 from oktopk.train.cli import app
 from oktopk.train.config import Config
 from oktopk.train.rundir import RunDir, RunError
+from tests.integrations.examples import ROOT
+from tests.train.test_dist_env import SRUN
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +62,17 @@ def test_dry_run_warns_when_no_step_will_be_sparse(tmp_path: Path) -> None:
     assert "WARNING no step will be sparse" in result.output
 
 
-def test_their_command(tmp_path: Path, speech: Path) -> None:
-    """The command that they know, word for word."""
+@pytest.mark.parametrize("lr", ["0.001", "0.01"])
+def test_their_command(speech: Path, lr: str) -> None:
+    """The command that users of the research code know, word for word."""
     result = call(
         "train", "--dnn", "lstman4", "--dataset", "an4", "--data-dir", speech, "--max-epochs", "1", "--batch-size", "8",
-        "--lr", "0.001", "--compressor", "oktopk", "--density", "0.02", "--dry-run",
+        "--lr", lr, "--compressor", "oktopk", "--density", "0.02", "--dry-run",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert f"lr {lr}" in result.output
     assert "lstman4, 27," in result.output
     assert "density 0.02" in result.output
-
-
-def test_lr_0_01_is_accepted(speech: Path) -> None:
-    assert call("train", "--dnn", "lstman4", "--data-dir", speech, "--lr", "0.01", "--dry-run").exit_code == 0
 
 
 def test_a_hint_for_what_was_meant() -> None:
@@ -74,17 +81,16 @@ def test_a_hint_for_what_was_meant() -> None:
     assert "Did you mean 'lstman4'?" in refused("train", "--dnn", "lstman", "--dry-run")
     assert "Did you mean 'an4-small'?" in refused("train", "--recipe", "an4small", "--dry-run")
 
-
-def test_set_wants_pairs() -> None:
+    assert "Did you mean 'an4-small'?" in refused("train", "--set", "recipe=an4small", "--dry-run")
     assert "--set wants key=value, not 'lr'" in refused("train", "--set", "lr", "--dry-run")
     assert "lr wants a number, not 'fast'" in refused("train", "--set", "lr=fast", "--dry-run")
 
 
 def test_lists() -> None:
-    recipes, settings, version = call("train", "--recipes"), call("train", "--settings"), call("--version")
-    assert "lstman4-extended" in recipes.output
-    assert "dense_steps" in settings.output
-    assert version.output == f"oktopk {oktopk.__version__}\n"
+    settings = call("train", "--settings").output
+    assert "dense_steps" in settings
+    assert "lstman4-extended" in settings
+    assert call("--version").output == f"oktopk {oktopk.__version__}\n"
 
 
 def test_a_run_from_the_command_line(tmp_path: Path, speech: Path) -> None:
@@ -128,9 +134,69 @@ def test_resume_wants_a_run(tmp_path: Path) -> None:
         RunDir.open(tmp_path / "b")
 
 
-def test_nothing_is_wrapped(tmp_path: Path) -> None:
+def test_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error is one line, however narrow the terminal: it is there to be copied."""
-    out = rich.console.Console(width=40)
-    assert out.width == 40
-    message = refused("train", "--data-dir", tmp_path / ("x" * 90), "--nproc", 1)
-    assert "x" * 90 in message
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "x" * 90 in refused("train", "--data-dir", tmp_path / ("x" * 90), "--nproc", 1)
+
+
+@pytest.mark.parametrize(("asked", "starts"), [("2", 2), ("1", None), (None, None)])
+def test_the_only_task_of_a_job_may_start_workers(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, starts: int | None
+) -> None:
+    """As in the shell that `srun --pty bash` opens: its single place is no reason to refuse --nproc."""
+    env = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_GTIDS": "0"}
+    monkeypatch.setattr(cli, "os", SimpleNamespace(environ=env))
+    started, worked = list[int](), list[int]()
+    monkeypatch.setattr(cli, "_start", lambda _, workers, __: started.append(workers))
+    monkeypatch.setattr(cli, "work", lambda _, place: worked.append(place.size))
+    ran = call("train", *(["--nproc", asked] if asked else []))
+    assert ran.exit_code == 0, ran.output
+    assert (started, worked) == (([starts], []) if starts else ([], [1]))
+
+
+def test_another_number_of_workers_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "os", SimpleNamespace(environ=SRUN))
+    assert "srun started 3 workers: leave --nproc 2 out" in refused("train", "--nproc", "2")
+
+
+# The job scripts
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "ends"),
+    [
+        ("slurm.sh", "srun --kill-on-bad-exit=1 oktopk train", ""),
+        ("pbs.sh", "mpiexec -n 8 --ppn 4 ", "from x1:20123\n"),
+    ],
+)
+def test_a_job_script_starts_our_command_with_flags_that_exist(
+    name: str, begins: str, ends: str, tmp_path: Path
+) -> None:
+    """With stand-ins for srun and mpiexec, which print their arguments and the master."""
+    (tmp_path / "nodes").write_text("x1\nx1\nx2\nx2\n")
+    for launcher in ("srun", "mpiexec"):
+        (tmp_path / launcher).write_text(
+            f'#!/bin/sh\necho {launcher} "$@" from "${{MASTER_ADDR-}}:${{MASTER_PORT-}}"\n'
+        )
+        (tmp_path / launcher).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "PBS_JOBID": "123[4].pbs"}
+    env |= {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path)}
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        script = ["bash", str(ROOT / "examples" / "launch" / name)]
+        return subprocess.run(
+            script, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+        )
+
+    done = run(DATA_DIR="d")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(begins)
+    assert done.stdout.endswith(ends)
+    flags = set(re.findall(r"--[a-z][a-z-]*", done.stdout.partition("oktopk train")[2]))
+    known = {flag for each in typer.main.get_command(app).commands["train"].params for flag in each.opts}  # type: ignore[attr-defined]
+    assert len(flags) > 5
+    assert flags <= known
+    done = run()
+    assert done.returncode != 0
+    assert "say where the data is" in done.stderr
