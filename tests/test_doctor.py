@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from oktopk import __main__
+from oktopk.cli.root import app
 from oktopk.cuda import reference as blocks
 from oktopk.doctor import FAIL, NOTE, Finding, here, selftest, speed
 from oktopk.doctor import __main__ as plain
 from oktopk.kernels import numba_cpu, numpy_cpu
-from oktopk.train.cli import app
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_triton_is_not_imported_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_it_runs_where_the_command_line_cannot(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "oktopk.train.cli")
+    monkeypatch.delitem(sys.modules, "oktopk.cli.root")
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(sys, "argv", ["oktopk", "doctor"])
     with pytest.raises(SystemExit) as ended:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from oktopk.bench import report, settings
 from oktopk.bench.methods import METHODS
 from oktopk.bench.netlab import LabError
-from oktopk.train.cli import app
+from oktopk.cli.root import app
 
 NUMEL = 20_000
 HEADER_SHARE = 0.05

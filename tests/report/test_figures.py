@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from oktopk.cli.root import app
 from oktopk.report.charts import charts_of, comparison_charts
 from oktopk.report.compare import common_goal, comparison_table
 from oktopk.report.format import shown
 from oktopk.report.report import RunReport, as_json, make_report
 from oktopk.report.run import Run
 from oktopk.report.tables import Table, step_table
-from oktopk.train.cli import app
 from tests.report.synthetic import SIDE, SPLIT, Record, make_run, write_run
 
 RECORDS = make_run(steps=30, ranks=3, dense_steps=8, skipped=(12, 20), density_change=25)

@@ -31,7 +31,7 @@ def _why_not() -> str:
 TRAIN = """
 import json, os, sys
 from pathlib import Path
-from oktopk.train.cli import main
+from oktopk.cli.root import main
 from oktopk.train.loop import Trainer
 
 def counted():

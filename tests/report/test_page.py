@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from oktopk.cli.root import app
 from oktopk.errors import SettingError
 from oktopk.report import page
 from oktopk.report.charts import Group, Series, charts_of, extremes, thinned
@@ -22,7 +23,6 @@ from oktopk.report.page import chart_data, make_page, packed, unpacked
 from oktopk.report.report import make_report
 from oktopk.report.run import Run
 from oktopk.report.tables import tables_of
-from oktopk.train.cli import app
 from tests.report.synthetic import make_run, write_run
 
 EVIL = "</script><img src=x onerror=alert(1)>&\"'"

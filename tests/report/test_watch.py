@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from typer.testing import CliRunner
 
+from oktopk.cli.root import app
 from oktopk.report.watch import Watched, follow, view
-from oktopk.train.cli import app
 from tests.report.synthetic import make_run, write_run
 
 RECORDS = make_run(steps=12, dense_steps=4)

@@ -15,8 +15,8 @@ import pytest
 import soundfile
 from typer.testing import CliRunner
 
+from oktopk.cli.root import app
 from oktopk.errors import OktopkError, PeerError, StateError
-from oktopk.train.cli import app
 from oktopk.train.rundir import RunError
 from tests.integrations.examples import run as run_python
 from tests.train.data.corpus import tone

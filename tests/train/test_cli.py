@@ -11,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import oktopk
+from oktopk.cli.root import COMMANDS, app
 from oktopk.train import cli
-from oktopk.train.cli import app
 from oktopk.train.config import Config
 from oktopk.train.rundir import RunDir, RunError
 from tests.integrations.examples import ROOT
@@ -194,7 +193,7 @@ def test_a_job_script_starts_our_command_with_flags_that_exist(
     assert done.stdout.startswith(begins)
     assert done.stdout.endswith(ends)
     flags = set(re.findall(r"--[a-z][a-z-]*", done.stdout.partition("oktopk train")[2]))
-    known = {flag for each in typer.main.get_command(app).commands["train"].params for flag in each.opts}  # type: ignore[attr-defined]
+    known = {flag for each in COMMANDS["train"]().params for flag in each.opts}
     assert len(flags) > 5
     assert flags <= known
     done = run()

@@ -19,16 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oktopk.bench.wide_mlp import wide
 from oktopk.errors import SettingError, one_of
 
-# By name, so that the benchmarks do not import the trainer, which mounts them.
-MODELS: Mapping[str, str] = MappingProxyType(
-    {
-        "lstman4": "oktopk.train.models.synthetic:lstman4",
-        "an4-small": "oktopk.train.models.synthetic:an4_small",
-        "wide": "oktopk.bench.wide_mlp:wide",
-    }
-)
+
+def _lstman4() -> Any:
+    from oktopk.train.models.synthetic import lstman4
+
+    return lstman4()
+
+
+def _an4_small() -> Any:
+    from oktopk.train.models.synthetic import an4_small
+
+    return an4_small()
+
+
+MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"lstman4": _lstman4, "an4-small": _an4_small, "wide": wide})
 
 CONTRACT = (
     "a factory takes no arguments and returns (net, batch, loss): an nn.Module, batch(size, seed) -> (inputs, targets) "
@@ -55,7 +62,7 @@ class Model:
 
 def load_model(name: str) -> Model:
     """Return a new model: one of `MODELS`, or module:factory; the same weights each time, if torch draws them."""
-    factory = _find(name, MODELS.get(name, name))
+    factory = MODELS.get(name) or _find(name)
     torch.manual_seed(0)
     made = factory()
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
@@ -80,8 +87,8 @@ def check_model(name: str, batch: int) -> int:
     return sum(parameter.numel() for parameter in model.net.parameters() if parameter.requires_grad)
 
 
-def _find(name: str, path: str) -> Callable[[], Any]:
-    module, colon, attribute = path.partition(":")
+def _find(name: str) -> Callable[[], Any]:
+    module, colon, attribute = name.partition(":")
     if not colon:
         one_of("model (or module:factory)", name, MODELS)
     if "" not in sys.path:

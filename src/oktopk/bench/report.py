@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,8 @@ NEEDED = ("matplotlib", "jinja2")
 def check_possible(folder: Path) -> None:
     """Raise, before anything is measured, if the folder cannot be, or what draws and writes the page is missing."""
     for module in NEEDED:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            raise SettingError(
-                f"--out draws plots and writes a page with {module}: pip install 'oktopk[report]'"
-            ) from None
+        if find_spec(module) is None:
+            raise SettingError(f"--out draws plots and writes a page with {module}: pip install 'oktopk[report]'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

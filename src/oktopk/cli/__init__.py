@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: its root, and how errors end a command."""

@@ -5,7 +5,6 @@ Nothing is imported to learn its version: triton, above all, only where there is
 
 from __future__ import annotations
 
-import importlib
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -105,7 +104,7 @@ def _why_no_numba() -> str:
     if version_of("numba") is None:
         return "numba is not installed"
     try:
-        importlib.import_module("oktopk.kernels.numba_cpu")
+        from oktopk.kernels import numba_cpu  # noqa: F401
     except ImportError as error:
         return f"numba cannot be imported ({error})"
     return "numba was found only now"

@@ -5,7 +5,6 @@ Inputs are fresh at every run; the seed is told, so that a failure can be had ag
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +44,8 @@ def kernels(device: torch.device) -> Iterator[Finding]:
         wrong = [line for size in SIZES for line in _differences(size, seed)]
         sizes, against = SIZES, "the reference"
     elif supports_device_step(RESIDENT, NUMEL, torch.float32, device):
-        fast = importlib.import_module("oktopk.cuda.triton")
+        from oktopk.cuda import triton as fast
+
         wrong = [line for size in GPU_SIZES for line in _triton_differences(fast, size, seed, device)]
         sizes, against = GPU_SIZES, "plain torch"
     else:

@@ -6,7 +6,6 @@ To add a gradient to the residual is to read 8 bytes an element and to write 4, 
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -57,7 +56,8 @@ def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callabl
     sample = (held + grad)[:: max(numel // SAMPLE, 1)].abs()
     threshold = sample.topk(max(int(density * len(sample)), 1)).values[-1:].clone()
     if supports_device_step(RESIDENT, numel, held.dtype, device):
-        fast = importlib.import_module("oktopk.cuda.triton")
+        from oktopk.cuda import triton as fast
+
         found = Found.make(numel, room_for(density), device)
         turn = torch.zeros(1, dtype=torch.int32, device=device)
         return lambda: fast.accumulate_compact(grad, held, acc, threshold, turn, found)

@@ -3,7 +3,6 @@
 `reference` says what each kernel means, in plain torch, on any device; the others must give the same bits.
 """
 
-import importlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol, cast
@@ -75,6 +74,7 @@ def kernels_for(tensor: Tensor) -> Kernels:
 def _compiled() -> Kernels:
     """Return the compiled kernels, if numba is installed."""
     try:
-        return cast(Kernels, importlib.import_module("oktopk.kernels.numba_cpu"))
+        from oktopk.kernels import numba_cpu
     except ImportError:
         return numpy_cpu
+    return cast(Kernels, numba_cpu)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,10 @@ ALL_NUMBERS = 120_000
 def check_possible() -> None:
     """Raise if what makes the page is missing."""
     for module in NEEDED:
-        try:
-            importlib.import_module(module)
-        except ImportError:
+        if find_spec(module) is None:
             raise SettingError(
-                f"the page is made with {module}: pip install 'oktopk[report]'; --text needs it not"
-            ) from None
+                f"the page needs {module}: pip install 'oktopk[report]', or use --text, which works without it"
+            )
 
 
 def make_page(report: Report) -> str:

@@ -1,9 +1,8 @@
-"""`oktopk`: the command line."""
+"""`oktopk train`: the command."""
 
 from __future__ import annotations
 
 import os
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,16 +11,12 @@ import rich.console
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
-import oktopk
-from oktopk.bench.cli import app as bench_app
 from oktopk.cli.errors import exit_on_error
-from oktopk.doctor.cli import doctor
 from oktopk.errors import OktopkError, PeerError, SettingError
-from oktopk.report.cli import report, watch
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import Config, describe_settings, help_of, make_config, parse_pairs
-from oktopk.train.data.cli import app as data_app
 from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.dist import Place
 from oktopk.train.dist_env import find_place
@@ -33,33 +28,16 @@ from oktopk.train.rundir import RunDir
 from oktopk.train.spawn import start_workers
 from oktopk.train.worker import Job, pick_device, threads_of, work
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    help="Sparse allreduce for data-parallel training: train with it, and see what it sends.\n\n"
-    "Start here: oktopk train makes speech offline and learns it on two workers, in minutes.",
-)
-app.add_typer(data_app, name="data")
-app.add_typer(bench_app, name="bench")
-app.command()(report)
-app.command()(watch)
-app.command()(doctor)
 
+class Train(TyperCommand):
+    """`oktopk train`, which also takes the spellings of the research code."""
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    arguments, notes = modern(sys.argv[1:] if argv is None else argv)
-    for note in notes:
-        rich.console.Console(stderr=True, soft_wrap=True).print(f"note: {escape(note)}")
-    app(args=arguments, prog_name="oktopk")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"oktopk {oktopk.__version__}")
-        raise typer.Exit
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments in today's spelling, with a note about each other one."""
+        arguments, notes = modern(args)
+        for note in notes:
+            rich.console.Console(stderr=True, soft_wrap=True).print(f"note: {escape(note)}")
+        return super().parse_args(ctx, arguments)
 
 
 def _show_settings(wanted: bool) -> None:
@@ -73,21 +51,11 @@ def _show_settings(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Take the options before the command."""
-
-
 def _flag(name: str) -> Any:
     """Return the option of a setting, with the setting's help text."""
     return typer.Option(help=help_of(name))
 
 
-@app.command()
 def train(
     recipe: Annotated[str | None, typer.Option(help=f"Tuned settings: {', '.join(recipe_names())}.")] = None,
     dnn: Annotated[str | None, _flag("dnn")] = None,
@@ -146,7 +114,6 @@ def _place(nproc: int | None) -> Place | None:
     return place
 
 
-@app.command(hidden=True)
 def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> None:
     """Run one of the workers that `train` started."""
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):

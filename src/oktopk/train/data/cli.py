@@ -25,8 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Make, import and check the speech that **oktopk train** reads.\n\n"
-    "No corpus at hand? **oktopk data synth-an4 --out DIR** makes one, offline, in seconds.\n\n"
+    help="Make, import and check the speech that oktopk train reads.\n\n"
+    "No corpus at hand? oktopk data synth-an4 --out DIR makes one, offline, in seconds.\n\n"
     "Each makes DIR/train, DIR/val and two manifests with relative paths: DIR can be moved and copied.",
 )
 
