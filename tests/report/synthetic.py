@@ -79,7 +79,8 @@ def make_step(
         "skipped": skipped, "reason": "a NaN" if skipped else None, "wait_seconds": first["wait"], "buckets": [],
         "epoch": epoch, "loss": None if skipped else chance.uniform(0.5, 50), "lr": 0.1, "momentum": 0.5,
         "grad_norm": None if skipped else chance.uniform(1, 9), "residual_norm": first["residual_norm"],
-        "utterances": 8 * ranks, "split": {name: first[name] for name in SPLIT}, "ranks": by_rank,
+        "utterances": 8 * ranks, "characters": 100 * ranks, "ranks": by_rank,
+        "split": {name: first[name] for name in SPLIT},
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from oktopk.report.page import make_page
 from oktopk.report.report import make_report
-from oktopk.report.run import Run, load_run
+from oktopk.telemetry.run import Run, load_run
 from tests.report.synthetic import SIDE, Record, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

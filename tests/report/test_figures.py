@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from oktopk.cli.root import app
 from oktopk.report.charts import charts_of, comparison_charts
 from oktopk.report.compare import common_goal, comparison_table
-from oktopk.report.format import shown
 from oktopk.report.report import RunReport, as_json, make_report
-from oktopk.report.run import Run
 from oktopk.report.tables import Table, step_table
+from oktopk.telemetry.format import format_value
+from oktopk.telemetry.run import Run
 from tests.report.synthetic import SIDE, SPLIT, Record, make_run, write_run
 
 RECORDS = make_run(steps=30, ranks=3, dense_steps=8, skipped=(12, 20), density_change=25)
@@ -335,7 +335,7 @@ def test_text_csv_and_json_have_the_same_numbers(tmp_path: Path, report: RunRepo
             for column, value in zip(table.columns, row, strict=True):
                 assert thing[column.name] == value
                 assert line[column.name] == ("" if value is None else str(value))
-                assert shown(value, column.kind) in text
+                assert format_value(value, column.kind) in text
 
 
 def test_every_step_is_in_the_csv(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from oktopk.bench.netlab import Lab, LabError, check_possible
 from oktopk.report.report import make_report
-from oktopk.report.run import load_run
+from oktopk.telemetry.run import load_run
 from oktopk.train.data.synth import make_speech
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -18,11 +18,11 @@ from oktopk.errors import SettingError
 from oktopk.report import page
 from oktopk.report.charts import Group, Series, charts_of, extremes, thinned
 from oktopk.report.definitions import accounting, anchor, as_html
-from oktopk.report.format import shown
 from oktopk.report.page import chart_data, make_page, packed, unpacked
 from oktopk.report.report import make_report
-from oktopk.report.run import Run
 from oktopk.report.tables import tables_of
+from oktopk.telemetry.format import format_value
+from oktopk.telemetry.run import Run
 from tests.report.synthetic import make_run, write_run
 
 EVIL = "</script><img src=x onerror=alert(1)>&\"'"
@@ -82,9 +82,9 @@ def test_every_cell_and_card_is_in_it(made: str) -> None:
     for table in tables_of(run):
         for row in table.rows:
             for column, value in zip(table.columns, row, strict=True):
-                assert shown(value, column.kind) in texts
+                assert format_value(value, column.kind) in texts
     for card in make_report([run]).runs[0].cards:
-        assert {card.name, shown(card.value, card.kind)} <= texts
+        assert {card.name, format_value(card.value, card.kind)} <= texts
 
 
 def test_every_definition_that_is_linked_is_there(made: str) -> None:

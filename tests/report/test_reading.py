@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from oktopk import JsonlSink, StepRecord
 from oktopk.cli.root import app
-from oktopk.report.reader import MetricsReader, NoRunError, read_records
 from oktopk.report.report import RunReport, as_json, make_report
-from oktopk.report.run import load_run
+from oktopk.telemetry.reader import MetricsReader, NoRunError, read_records
+from oktopk.telemetry.run import load_run
 from tests.report.synthetic import Record, make_run, write_run
 
 RECORDS = make_run(steps=6, dense_steps=2, steps_per_epoch=3)

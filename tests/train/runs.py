@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from oktopk.errors import OktopkError
-from oktopk.report.reader import read_records
+from oktopk.telemetry.reader import read_records
 from oktopk.train.checkpoint import SHARED, find_last
 from oktopk.train.config import make_config
 from oktopk.train.dist import STORE, Place

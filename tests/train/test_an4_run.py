@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.report.reader import read_records
+from oktopk.telemetry.reader import read_records
 from tests.integrations.examples import ROOT, run
 
 ARCHIVE = ROOT.parent / "shared" / "an4" / "an4_raw.bigendian.tar.xz"

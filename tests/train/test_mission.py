@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import rich.console
 
-from oktopk.report.summary import summarise
+from oktopk.telemetry.figures import summarise
 from oktopk.train.console import end_table, na
 from oktopk.train.divergence import shown
 from oktopk.train.metrics import Counts

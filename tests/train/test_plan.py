@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.report.format import megabytes
+from oktopk.telemetry.format import format_bytes
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
 from oktopk.train.plan import Plan, make_plan, travel_dense
@@ -100,4 +100,4 @@ def test_what_travels_dense_is_little(density: float) -> None:
     ("count", "shown"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (4_250_000, "4.25 MB"), (2e9, "2 GB")]
 )
 def test_megabytes(count: float, shown: str) -> None:
-    assert megabytes(count) == shown
+    assert format_bytes(count) == shown

@@ -21,10 +21,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import MismatchError, PeerError
-from oktopk.report.reader import read_records
 from oktopk.report.report import make_report
-from oktopk.report.run import SPLIT, load_run
-from oktopk.report.summary import summary_of
+from oktopk.telemetry.figures import summary_of
+from oktopk.telemetry.reader import read_records
+from oktopk.telemetry.run import load_run
+from oktopk.telemetry.schema import SPLIT
 from oktopk.train import checkpoint, loop
 from oktopk.train.config import Config
 from oktopk.train.data.loader import Batch, Batches

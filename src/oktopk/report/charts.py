@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.report.run import PAIRS, SPLIT_NAMES, Floats, Run, sum_known
+from oktopk.telemetry.run import PAIRS, Floats, Run, sum_known
+from oktopk.telemetry.schema import SPLIT
 
 STEP, SECONDS, BYTES = "step", "seconds", "bytes"
 STRETCHES = "Means over stretches of steps; the longest step of each can be switched on."
@@ -294,7 +295,7 @@ def _bin_label(i: int) -> str:
 def _split(run: Run, places: _Places) -> Chart:
     groups = []
     for rank in _ranks(run):
-        parts = [Series(SPLIT_NAMES[name], y, name, "area") for name, y in run.split_of(rank).items()]
+        parts = [Series(SPLIT[name], y, name, "area") for name, y in run.split_of(rank).items()]
         groups += _stack(places, parts, rank)
     return Chart(
         "split", "The training thread: time of a step",

@@ -14,9 +14,9 @@ from oktopk.errors import SettingError
 from oktopk.report import page
 from oktopk.report.export import write_csv
 from oktopk.report.report import as_json, make_report
-from oktopk.report.run import Run, load_run
 from oktopk.report.text import print_report
 from oktopk.report.watch import EVERY_S, follow
+from oktopk.telemetry.run import Run, load_run
 
 PAGE = "report.html"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from oktopk.report.run import Run
-from oktopk.report.summary import quotient, summary_of, total
 from oktopk.report.tables import Column, Table
+from oktopk.telemetry.figures import quotient, summary_of, total
+from oktopk.telemetry.run import Run
 
 LOWER, HIGHER = min, max
 

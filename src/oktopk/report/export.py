@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oktopk.report.report import Report
-from oktopk.report.run import Run
 from oktopk.report.tables import Table, step_table
+from oktopk.telemetry.run import Run
 
 
 def write_csv(report: Report, folder: Path) -> list[Path]:

@@ -15,9 +15,9 @@ from oktopk import __version__
 from oktopk.errors import SettingError
 from oktopk.report.charts import AXES, Chart, Group, thinned
 from oktopk.report.definitions import anchor, as_html
-from oktopk.report.format import shown
 from oktopk.report.report import Report
-from oktopk.report.run import Floats
+from oktopk.telemetry.format import format_value
+from oktopk.telemetry.run import Floats
 
 NEEDED = ("jinja2", "plotly", "markdown_it")
 MOST_POINTS, FEWEST_POINTS = 1000, 40
@@ -44,7 +44,7 @@ def make_page(report: Report) -> str:
 
     names = [each.run.name for each in report.runs]
     environment = Environment(loader=PackageLoader("oktopk.report", "."), autoescape=True, trim_blocks=True)
-    environment.globals.update(shown=shown, anchor=anchor, axes=AXES)
+    environment.globals.update(shown=format_value, anchor=anchor, axes=AXES)
     return environment.get_template("page.html").render(
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
         report=report,

@@ -8,10 +8,10 @@ from typing import Any
 
 from oktopk.report.charts import Chart, charts_of, comparison_charts
 from oktopk.report.compare import comparison_table
-from oktopk.report.run import Run
-from oktopk.report.summary import summary_of
 from oktopk.report.tables import Card, Table, cards_of, tables_of
 from oktopk.report.warnings import Note, notes_of
+from oktopk.telemetry.figures import summary_of
+from oktopk.telemetry.run import Run
 
 
 @dataclass(frozen=True)

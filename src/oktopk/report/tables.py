@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.report.format import megabytes, shown
-from oktopk.report.run import COMMUNICATION, SPLIT, SPLIT_NAMES, Floats, Run
-from oktopk.report.summary import finite, mean, phases_of, quotient, summary_of, total, whole_total
+from oktopk.telemetry.figures import finite, mean, phases_of, quotient, summary_of, total, whole_total
+from oktopk.telemetry.format import format_bytes, format_value
+from oktopk.telemetry.run import COMMUNICATION, Floats, Run
+from oktopk.telemetry.schema import SPLIT
 
 TRAINING, EXCHANGE = "training", "exchange"
 """The two threads of a worker, whose times overlap."""
@@ -138,7 +139,7 @@ def time_table(run: Run) -> Table:
     """Return where rank 0's time went, on the training thread and on the exchange's."""
     columns = [*_columns(thread="text", part="text", seconds="seconds"), Column("of a step", "share")]
     whole = total(run.step_seconds)
-    parts = [(TRAINING, SPLIT_NAMES[name], part) for name, part in run.split_of().items()]
+    parts = [(TRAINING, SPLIT[name], part) for name, part in run.split_of().items()]
     parts += [(EXCHANGE, name, part) for name, part in run.phases_of().items()]
     rows = [[thread, name, total(part), quotient(total(part), whole), *_means(run, part)]
             for thread, name, part in parts]  # fmt: skip
@@ -260,7 +261,8 @@ def cards_of(run: Run) -> list[Card]:
             "sent, of dense",
             summary["sent_of_dense"],
             "share",
-            f"{megabytes(summary['sent_bytes'])} by rank 0; dense {shown(summary['dense_bytes'] or None, 'bytes')}",
+            f"{format_bytes(summary['sent_bytes'])} by rank 0; "
+            f"dense {format_value(summary['dense_bytes'] or None, 'bytes')}",
         ),
         Card("compression ratio", summary["compression_ratio"], "times",
              none_sparse or f"sparsity {summary['sparsity'] or 0:.4g}, sparse steps"),

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 
-from oktopk.report.format import shown
 from oktopk.report.report import Report, RunReport
 from oktopk.report.tables import Card, Table
 from oktopk.report.warnings import Note
+from oktopk.telemetry.format import format_value
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 MOST_TURNED = 8
@@ -53,7 +53,7 @@ def headlines(cards: Sequence[Card]) -> rich.table.Table:
     table.add_column(justify="right")
     table.add_column(style="dim")
     for card in cards:
-        table.add_row(card.name, shown(card.value, card.kind), escape(card.note))
+        table.add_row(card.name, format_value(card.value, card.kind), escape(card.note))
     return table
 
 
@@ -86,7 +86,7 @@ def _turned(table: Table) -> rich.table.Table:
     made = _titled(table)
     made.add_column(escape(table.columns[0].name))
     for row in table.rows:
-        made.add_column(escape(shown(row[0], table.columns[0].kind)), justify="right")
+        made.add_column(escape(format_value(row[0], table.columns[0].kind)), justify="right")
     for j, column in enumerate(table.columns[1:], 1):
         made.add_row(escape(column.name), *(_cell(table, i, j, row[j]) for i, row in enumerate(table.rows)))
     return made
@@ -98,5 +98,5 @@ def _titled(table: Table) -> rich.table.Table:
 
 
 def _cell(table: Table, row: int, column: int, value: object) -> str:
-    text = escape(shown(value, table.columns[column].kind))
+    text = escape(format_value(value, table.columns[column].kind))
     return f"[bold green]{text} *[/]" if (row, column) in table.best else text

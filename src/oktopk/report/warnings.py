@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oktopk.report.reader import VERSION
-from oktopk.report.run import Run
+from oktopk.telemetry.run import Run
+from oktopk.telemetry.schema import VERSION
 
 SHOWN_LINES = 5
 

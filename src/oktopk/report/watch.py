@@ -15,12 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from oktopk.report.format import seconds, shown
-from oktopk.report.reader import METRICS, MetricsReader, NoRunError
-from oktopk.report.run import ENDS, SPLIT, SPLIT_NAMES, Floats, Run
-from oktopk.report.summary import mean, quotient, summary_of
 from oktopk.report.text import as_line
 from oktopk.report.warnings import notes_of
+from oktopk.telemetry.figures import mean, quotient, summary_of
+from oktopk.telemetry.format import format_seconds, format_value
+from oktopk.telemetry.reader import METRICS, MetricsReader, NoRunError
+from oktopk.telemetry.run import ENDS, Floats, Run
+from oktopk.telemetry.schema import SPLIT
 
 EVERY_S = 1.0
 RECENT = 20
@@ -92,7 +93,7 @@ def _progress(run: Run) -> Table:
     left = (
         ""
         if step_s is None or run.num_steps >= planned
-        else f"about {seconds(step_s * (planned - run.num_steps))} left"
+        else f"about {format_seconds(step_s * (planned - run.num_steps))} left"
     )
     grid.add_row(f"{made} of {planned:,}", ProgressBar(planned, min(run.num_steps, planned), width=30), left)
     return grid
@@ -108,16 +109,17 @@ def _figures(run: Run) -> Table:
     sent, step_s = recent(run.column("sent_bytes")), recent(run.step_seconds)
     split = {name: quotient(recent(run.column(f"split.{name}")), step_s) for name in SPLIT}
     rows = {
-        "loss": shown(recent(run.column("loss")), "number"),
-        "last validation": f"loss {shown(summary['val_loss'], 'number')}, WER {shown(summary['wer'], 'number')}, "
-        f"best {shown(summary['best_wer'], 'number')}",
+        "loss": format_value(recent(run.column("loss"))),
+        "last validation": f"loss {format_value(summary['val_loss'])}, WER {format_value(summary['wer'])}, "
+        f"best {format_value(summary['best_wer'])}",
         "phase": f"{'sparse' if run.is_sparse[-1] else 'dense'}, "
-        f"sparsity {shown(recent(run.column('sparsity')), 'number')}, "
+        f"sparsity {format_value(recent(run.column('sparsity')))}, "
         f"compression active on {summary['sparse_steps']:,} of {summary['steps']:,} steps",
-        "bytes": f"{shown(sent, 'bytes')} a step, {shown(quotient(sent, recent(run.dense_bytes)), 'share')} of dense; "
-        f"{shown(summary['sent_bytes'], 'bytes')} so far",
-        "time": f"{shown(step_s, 'seconds')} a step: "
-        + ", ".join(f"{SPLIT_NAMES[name]} {shown(share, 'share')}" for name, share in split.items()),
+        "bytes": f"{format_value(sent, 'bytes')} a step, "
+        f"{format_value(quotient(sent, recent(run.dense_bytes)), 'share')} of dense; "
+        f"{format_value(summary['sent_bytes'], 'bytes')} so far",
+        "time": f"{format_value(step_s, 'seconds')} a step: "
+        + ", ".join(f"{SPLIT[name]} {format_value(share, 'share')}" for name, share in split.items()),
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in rows.items():

@@ -1,6 +1,7 @@
 """Step records, their sinks, and their summary."""
 
-from oktopk.telemetry.record import PHASES, StepRecord, record_of, total_of
+from oktopk.telemetry.record import record_of, total_of
+from oktopk.telemetry.schema import PHASES, StepRecord
 from oktopk.telemetry.sinks import (
     SINK_PATIENCE_S,
     CallbackSink,

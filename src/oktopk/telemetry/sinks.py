@@ -1,4 +1,4 @@
-"""Sinks: where step records go, on a thread of their own that cannot hold training up."""
+"""Sinks: places to which step records go, on a thread of their own that cannot hold training up."""
 
 from __future__ import annotations
 
@@ -7,108 +7,127 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from oktopk.telemetry.record import StepRecord
+from oktopk.telemetry.schema import AnyRecord, StepRecord, scalars_of, to_json
 
 SINK_PATIENCE_S = 30.0
-"""Seconds that a sink may take for one record: a slow disk does, a server that does not answer is given up."""
+"""Seconds that a sink may take for one record, because a slow disk answers in that time and a dead server does not."""
 
 GRACE_S = 1.0
-"""Seconds more for a sink that seems to hang: it may be the whole process that was stopped, and goes on."""
+"""Seconds more for a sink that seems to hang, because the whole process may have been stopped and goes on now."""
 
 BACKLOG = 1024
-"""Calls of sinks that may wait: some 10 MB of records. Beyond that training waits for the sinks."""
+"""Calls of sinks that may wait, because they hold some 10 MB of records. Training waits for the sinks beyond that."""
+
+CHARTS = {
+    "Learning": {"loss": "loss/.*", "word and character errors": "errors/.*", "residual against gradient": "norm/.*"},
+    "Compression": {
+        "sparsity": "compression/sparsity",
+        "ratio": "compression/ratio",
+        "selected of k": "compression/selected_of_k",
+        "thresholds": "threshold/.*",
+    },
+    "Traffic": {"bytes a step": "bytes/(sent|received)", "bytes by phase": "bytes_by_phase/.*"},
+    "Time": {"seconds of a step": "seconds_of_step/.*", "seconds of the exchange": "seconds_of_exchange/.*"},
+}
+"""Patterns of tags in each chart of TensorBoard's Custom Scalars page, by section."""
 
 _log = logging.getLogger("oktopk")
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """A place to which records go."""
 
     def write(self, record: StepRecord) -> None:
         """Take one record."""
 
     def close(self) -> None:
         """Take no more."""
+        return
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Keeps the records in a list."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
     def write(self, record: StepRecord) -> None:
-        """See `Sink`."""
+        """Append the record to `records`."""
         self.records.append(record)
 
-    def close(self) -> None:
-        """See `Sink`."""
 
-
-class CallbackSink:
+class CallbackSink(Sink):
     """Hands the records to a function."""
 
     def __init__(self, callback: Callable[[StepRecord], object]) -> None:
         self._callback = callback
 
     def write(self, record: StepRecord) -> None:
-        """See `Sink`."""
+        """Call the function."""
         self._callback(record)
 
-    def close(self) -> None:
-        """See `Sink`."""
 
-
-class JsonlSink:
+class JsonlSink(Sink):
     """Appends one JSON line a record, flushed every step: a killed job's file is whole up to its last line."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
-    def write(self, record: StepRecord) -> None:
-        """See `Sink`."""
-        self._file.write(record.to_json() + "\n")
+    def write(self, record: AnyRecord) -> None:
+        """Append the record; a NaN in it is a ValueError."""
+        self._file.write(to_json(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Close the file."""
         self._file.close()
 
 
-class TensorBoardSink:
-    """Writes the figures of each step as TensorBoard scalars. Needs `pip install oktopk[train]`."""
+class TensorBoardSink(Sink):
+    """Writes the figures of each step as TensorBoard scalars. Needs `pip install oktopk[train]`.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    directory     the folder of the event files
+    prefix        the beginning of every tag; the catalogue of figures has the rest
+    purge_step    step from which on TensorBoard forgets what an earlier sink wrote to the same folder
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, prefix: str = "oktopk/", purge_step: int | None = None
+    ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoardSink needs TensorBoard: pip install 'oktopk[train]'") from error
-        self._writer: Any = SummaryWriter(str(directory))
+        self._prefix = prefix
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
+        self._writer.add_custom_scalars(
+            {
+                section: {title: ["Multiline", [f"^{prefix}{tags}$"]] for title, tags in charts.items()}
+                for section, charts in CHARTS.items()
+            }
+        )
 
-    def write(self, record: StepRecord) -> None:
-        """See `Sink`."""
-        for name in ("sparsity", "compression_ratio", "selected", "nnz", "sent_bytes", "received_bytes", "threshold"):
-            value = getattr(record, name)
-            if value is not None:
-                self._writer.add_scalar(f"oktopk/{name}", value, record.step)
-        for phase, seconds in record.seconds.items():
-            self._writer.add_scalar(f"oktopk/seconds/{phase}", seconds, record.step)
+    def write(self, record: AnyRecord) -> None:
+        """Write the scalars of a step or an epoch; other records have none."""
+        if not isinstance(record, Mapping):
+            for tag, value in scalars_of(record).items():
+                self._writer.add_scalar(self._prefix + tag, value, record.step)
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Close the event file."""
         self._writer.close()
 
 
 class Sinks:
     """Several sinks, none of which can break training or hold it up: a thread of their own writes to them, in order.
 
-    One that fails, or takes longer than `patience_s` for a record, is reported once and dropped.
+    A sink that fails, or takes longer than `patience_s` for a record, is reported once and dropped.
     """
 
     def __init__(

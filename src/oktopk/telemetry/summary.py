@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oktopk.telemetry.record import StepRecord, ratio_of, sparsity_of
+from oktopk.telemetry.record import ratio_of, sparsity_of
+from oktopk.telemetry.schema import StepRecord
 
 
 @dataclass

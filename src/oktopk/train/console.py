@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from oktopk.report.format import megabytes
-from oktopk.report.reader import Record
-from oktopk.report.run import SPLIT
+from oktopk.telemetry.format import format_bytes
+from oktopk.telemetry.reader import Record
+from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue
 from oktopk.train.divergence import shown
 from oktopk.train.plan import Plan
 
@@ -57,34 +57,34 @@ class Console:
         self._steps, self._done = steps, 0
         self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{self._epochs}", figures="")
 
-    def step(self, record: Record) -> None:
+    def step(self, record: TrainStep) -> None:
         """Show a step."""
         self._done += 1
         self._progress.update(self._task, advance=1, figures=_figures(record, between="\n"))
         if not self._live and self._done % max(1, self._steps // LINES_PER_EPOCH) == 0:
-            self.out.print(f"epoch {record['epoch'] + 1} step {record['step']}: {_figures(record, between='  ')}")
+            self.out.print(f"epoch {record.epoch + 1} step {record.step}: {_figures(record, between='  ')}")
 
-    def end_epoch(self, record: Record) -> None:
-        """Print what an epoch came to."""
+    def end_epoch(self, record: EpochRecord) -> None:
+        """Print the figures of an epoch."""
         figures = ", ".join(
-            f"{name} {shown(record[key])}" for name, key in (("val loss", "val_loss"), ("WER", "wer"), ("CER", "cer"))
+            f"{catalogue(EpochRecord)[name].heading} {shown(getattr(record, name))}"
+            for name in ("val_loss", "wer", "cer")
         )
-        validation = figures if record["validated"] else "not validated"
+        validation = figures if record.validated else "not validated"
         self.out.print(
-            f"[bold]epoch {record['epoch'] + 1}/{self._epochs}[/]  step {record['step']}  "
-            f"train loss {shown(record['train_loss'])}  {validation}  {record['epoch_seconds']:.1f} s"
+            f"[bold]epoch {record.epoch + 1}/{self._epochs}[/]  step {record.step}  "
+            f"train loss {shown(record.train_loss)}  {validation}  {record.epoch_seconds:.1f} s"
         )
 
 
-def _figures(record: Record, between: str) -> str:
-    split = record["split"]
-    seconds = sum(split.values()) or 1.0
-    parts = " ".join(f"{name} {100 * split[name] / seconds:.0f}%" for name in SPLIT)
+def _figures(record: TrainStep, between: str) -> str:
+    seconds = sum(record.split.values()) or 1.0
+    parts = " ".join(f"{name} {100 * record.split[name] / seconds:.0f}%" for name in SPLIT)
     return (
-        f"loss {shown(record['loss'])}  lr {record['lr']:.3g}  {record['utterances'] / seconds:.0f} utt/s  {parts}"
+        f"loss {shown(record.loss)}  lr {record.lr:.3g}  {record.utterances / seconds:.0f} utt/s  {parts}"
         f"{between}"
-        f"{record['phase']} sparsity {record['sparsity']:.3f} ratio {shown(record['compression_ratio'])}  "
-        f"{megabytes(record['sent_bytes'] / seconds)}/s"
+        f"{record.phase} sparsity {record.sparsity:.3f} ratio {shown(record.compression_ratio)}  "
+        f"{format_bytes(record.sent_bytes / seconds)}/s"
     )
 
 
@@ -123,7 +123,7 @@ def _rows(summary: Record, plan: Plan, reference: dict[str, Any]) -> dict[str, s
 def _bytes(summary: Record) -> str:
     if summary["sent_of_dense"] is None:
         return "none: one worker has nobody to send to"
-    sent, dense = megabytes(summary["sent_bytes"]), megabytes(summary["dense_bytes"])
+    sent, dense = format_bytes(summary["sent_bytes"]), format_bytes(summary["dense_bytes"])
     whole = f"{sent} by rank 0, {summary['sent_of_dense']:.1%} of the {dense} that dense steps would have sent"
     sparse = summary["sent_bytes_per_step"]["sparse"]
     if sparse is None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
-from oktopk.report.format import megabytes
-from oktopk.report.run import SPLIT
-from oktopk.report.summary import finite
-from oktopk.telemetry import PHASES, StepRecord
+from oktopk.telemetry import StepRecord
+from oktopk.telemetry.figures import finite
+from oktopk.telemetry.format import format_bytes
+from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, from_row, to_row
 from oktopk.train import checkpoint
 from oktopk.train.collectives import all_or_none, check_same_weights, gather, share_buffers, total
 from oktopk.train.config import Config, Rates
@@ -33,7 +33,6 @@ from oktopk.train.metrics import Counts, Transcripts, greedy, references
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
 from oktopk.train.plan import Plan, travel_dense
-from oktopk.train.records import by_rank_of
 from oktopk.train.rng import rng_state, set_rng_state
 from oktopk.train.run_logger import RunLogger
 
@@ -174,20 +173,16 @@ class Trainer:
         rates = self.config.rates_at(self.progress.epoch, made.phase)
         norm = None if made.skipped else self._update(made.phase, rates)
         laps.end("update")
-        ranks = gather(
-            [loss, utterances, characters, made.sent_bytes, made.received_bytes, made.selected]
-            + [laps.seconds[name] for name in SPLIT]
-            + [made.messages, self._residual_norm(made)]
-            + [made.seconds.get(name, 0.0) for name in PHASES]
-            + [made.sent_by_phase.get(name, 0) for name in PHASES]
-        )
+        own = {"loss": loss, "utterances": utterances, "characters": characters, "split": laps.seconds}
+        row = to_row({**vars(made), **own, "residual_norm": self._residual_norm(made)})
+        ranks = [from_row(each) for each in gather(row)]
         self._check_health(made, ranks, rates.lr, norm)
         self._tell(made, ranks, rates, norm)
 
-    def _residual_norm(self, made: StepRecord) -> float:
-        """Return the norm of what this rank holds back, NaN where it is not looked at."""
+    def _residual_norm(self, made: StepRecord) -> float | None:
+        """Return the norm of this rank's residual, None in steps in which it is not measured."""
         due = made.phase == "sparse" and not made.skipped and made.step % RESIDUAL_EVERY == 0
-        return self.sparse.residual_norm() if due else math.nan
+        return self.sparse.residual_norm() if due else None
 
     def _forward_backward(self, work: list[Batch]) -> float:
         """Return this rank's loss, averaged over the passes; the gradients are summed over them, and then exchanged."""
@@ -216,15 +211,15 @@ class Trainer:
         self.optimizer.step()
         return norm
 
-    def _check_health(self, made: StepRecord, ranks: list[list[float]], lr: float, norm: float | None) -> None:
+    def _check_health(self, made: StepRecord, ranks: list[dict[str, Any]], lr: float, norm: float | None) -> None:
         """Stop, or note, a step whose numbers mean nothing; every rank sees the same numbers, and does the same."""
         step, before = made.step, self.progress.grad_norm
-        losses = [loss for loss, *_ in ranks]
+        losses = [_loss_of(rank) for rank in ranks]
         if made.skipped or not all(map(math.isfinite, losses)):
             message = nonfinite_message(step, losses, lr, before, made.reason or "the loss is not finite")
             self._warn_or_stop("non-finite", step, message)
             return
-        per_character = [loss * count / max(1.0, characters) for loss, count, characters, *_ in ranks]
+        per_character = [rank["loss"] * rank["utterances"] / max(1.0, rank["characters"]) for rank in ranks]
         exploded = self.health.check(per_character, step, lr, norm, lambda: largest_gradient(self.net))
         if exploded is not None:
             self._warn_or_stop("exploded", step, exploded)
@@ -235,24 +230,26 @@ class Trainer:
             raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
         self.console.warn(message)
 
-    def _tell(self, made: StepRecord, ranks: list[list[float]], rates: Rates, norm: float | None) -> None:
-        progress, losses = self.progress, [loss for loss, *_ in ranks]
+    def _tell(self, made: StepRecord, ranks: list[dict[str, Any]], rates: Rates, norm: float | None) -> None:
+        progress, losses = self.progress, [_loss_of(rank) for rank in ranks]
         loss = finite(math.fsum(losses) / len(losses))
         if loss is not None:
             progress.loss_sum, progress.loss_count = progress.loss_sum + loss, progress.loss_count + 1
-        by_rank = [by_rank_of(row) for row in ranks]
-        record = self.run_logger.step(
-            **asdict(replace(made, buckets=())),
+        mine = ranks[self.place.rank]
+        record = TrainStep(
+            **{**vars(made), "buckets": ()},
             epoch=progress.epoch,
             loss=loss,
             lr=rates.lr,
             momentum=rates.momentum,
             grad_norm=finite(norm),
-            residual_norm=by_rank[self.place.rank]["residual_norm"],
-            utterances=int(sum(row[1] for row in ranks)),
-            split={name: by_rank[self.place.rank][name] for name in SPLIT},
-            ranks=by_rank,
+            residual_norm=mine["residual_norm"],
+            utterances=int(sum(rank["utterances"] for rank in ranks)),
+            characters=int(sum(rank["characters"] for rank in ranks)),
+            split={name: mine[name] for name in SPLIT},
+            ranks=ranks,
         )
+        self.run_logger.step(record)
         self.console.step(record)
         if made.phase == "sparse" and made.step == self.sparse_from:
             self._announce_sparse(made)
@@ -269,7 +266,7 @@ class Trainer:
         ratio = "n/a" if made.compression_ratio is None else f"{made.compression_ratio:.1f}"
         message = (
             f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, compression ratio {ratio}, "
-            f"{megabytes(made.sent_bytes)} sent where a dense step sends {megabytes(self.plan.dense_bytes)}"
+            f"{format_bytes(made.sent_bytes)} sent where a dense step sends {format_bytes(self.plan.dense_bytes)}"
         )
         self.run_logger.event("first-sparse", made.step, message)
         self.console.say(message)
@@ -278,8 +275,8 @@ class Trainer:
         progress = self.progress
         last = progress.epoch + 1 == self.config.max_epochs or self._is_over()
         due = last or (progress.epoch + 1) % self.config.validate_every == 0
-        figures: dict[str, float | None] = self._validate() if due else {"val_loss": None, "wer": None, "cer": None}
-        record = self.run_logger.epoch(
+        figures: dict[str, Any] = self._validate() if due else {"val_loss": None, "wer": None, "cer": None}
+        record = EpochRecord(
             epoch=progress.epoch,
             step=progress.step,
             train_loss=progress.train_loss,
@@ -288,6 +285,7 @@ class Trainer:
             validated=due,
             **figures,
         )
+        self.run_logger.epoch(record)
         self.console.end_epoch(record)
         wer = figures["wer"]
         best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
@@ -360,6 +358,11 @@ def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
                 if buffer is not None:  # there is none before the first step
                     buffer.mul_(scale)
         group.update(lr=rates.lr, momentum=rates.momentum)
+
+
+def _loss_of(rank: dict[str, Any]) -> float:
+    """Return the loss of a rank, NaN where it is not finite."""
+    return math.nan if rank["loss"] is None else rank["loss"]
 
 
 class _Laps:

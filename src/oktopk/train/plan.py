@@ -14,8 +14,8 @@ from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
 from oktopk.cuda.step import supports_device_step
 from oktopk.ddp.attach import small_or_vector
-from oktopk.report.format import megabytes
 from oktopk.selection import num_selected
+from oktopk.telemetry.format import format_bytes
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
 
@@ -112,13 +112,13 @@ class Plan:
         return f"{dense.momentum:g}, in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:g} x lr"
 
     def _exchange(self) -> str:
-        dense = f"a dense step sends {megabytes(self.dense_bytes)} a worker"
+        dense = f"a dense step sends {format_bytes(self.dense_bytes)} a worker"
         if self.config.is_dense:
             return dense
         wanted = num_selected(self.sparse_numel, self.config.density)
         return (
             f"{self.config.compressor}, density {self.config.density:g} ({wanted:,} of {self.sparse_numel:,}): "
-            f"{dense}, a sparse one about {megabytes(self.sparse_bytes)}"
+            f"{dense}, a sparse one about {format_bytes(self.sparse_bytes)}"
         )
 
 

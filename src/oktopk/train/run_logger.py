@@ -1,81 +1,89 @@
-"""`RunLogger`: writes a run's records, on rank 0; every rank has its own log."""
+"""`RunLogger`: writes the records of a run on rank 0, and the log of every rank.
+
+Every line of metrics.jsonl is an object with a `kind`:
+
+    run      at the start: settings, workers, plan
+    step     a `TrainStep`
+    epoch    an `EpochRecord`
+    event    something that happened: event, step, message
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from oktopk.report.reader import Record, read_records
-from oktopk.report.summary import summarise
-from oktopk.train.records import MetricsFile, forget_from
-from oktopk.train.rundir import RunDir, RunError, write_text
-from oktopk.train.tensorboard import Board
+from oktopk.telemetry.figures import summarise
+from oktopk.telemetry.reader import Record, read_records
+from oktopk.telemetry.schema import AnyRecord, EpochRecord, TrainStep, to_json
+from oktopk.telemetry.sinks import JsonlSink, TensorBoardSink
+from oktopk.train.rundir import RunDir, RunError, write_text, writing
 
 
 class RunLogger:
-    """Where everything that is measured goes: metrics.jsonl, TensorBoard and the logs of the workers."""
+    """Writes metrics.jsonl and TensorBoard's scalars through the library's sinks, and a log for each worker.
+
+    A record is flushed before the next step, so that a kill loses none. A sink that fails is an error here.
+    """
 
     def __init__(self, run: RunDir, rank: int) -> None:
         self.run, self.rank = run, rank
-        self._metrics: MetricsFile | None = None
-        self._board: Board | None = None
+        self._sinks: dict[Path, JsonlSink | TensorBoardSink] = {}
         self._next_step = 0
         if rank == 0:
             self._open(purge_step=None)
 
     def _open(self, purge_step: int | None) -> None:
-        self._metrics = MetricsFile(self.run.metrics)
-        self._board = Board(self.run.tensorboard, purge_step)
+        with writing(self.run.metrics):
+            self._sinks[self.run.metrics] = JsonlSink(self.run.metrics)
+        with writing(self.run.tensorboard):
+            self._sinks[self.run.tensorboard] = TensorBoardSink(self.run.tensorboard, prefix="", purge_step=purge_step)
 
     def go_on_from(self, step: int, epoch: int) -> None:
-        """Forget the steps from `step` and the epochs from `epoch`, which a resumed run is about to do again."""
+        """Forget the steps from `step` and the epochs from `epoch`, which a resumed run is about to make again."""
         self._next_step = step
-        if self._metrics is not None:
+        if self.rank == 0:
             self.close()
             forget_from(self.run.metrics, step, epoch)
             self._open(purge_step=step)
 
     def start(self, **values: Any) -> None:
-        """Write what the run is, and forget a start that was killed before its first checkpoint."""
-        if self._metrics is not None:
+        """Write the settings of the run, and forget a start that was killed before its first checkpoint."""
+        if self.rank == 0:
             self.close()
             self.run.metrics.unlink()
             self._open(purge_step=0)
-        self._write("run", **values)
+        self._write({"kind": "run", **values})
 
-    def step(self, **values: Any) -> Record:
-        """Write a step, and return its record."""
-        record = self._write("step", **values)
-        self._next_step = record["step"] + 1
-        if self._board is not None:
-            self._board.step(record)
-        return record
+    def step(self, record: TrainStep) -> None:
+        """Write a step."""
+        self._write(record)
+        self._next_step = record.step + 1
 
-    def epoch(self, **values: Any) -> Record:
-        """Write an epoch, and return its record."""
-        record = self._write("epoch", **values)
-        if self._board is not None:
-            self._board.epoch(record)
-        return record
+    def epoch(self, record: EpochRecord) -> None:
+        """Write an epoch."""
+        self._write(record)
 
     def event(self, event: str, step: int, message: str) -> None:
         """Write that something happened."""
-        self._write("event", event=event, step=step, message=message)
+        self._write({"kind": "event", "event": event, "step": step, "message": message})
         self.log(f"{event}: {message}")
 
     def failed(self, why: str) -> None:
-        """Write, in the log and as the last record, what ended the run; if not even that can be written, go on."""
+        """Write the error that ended the run into the log and as the last record, if that can still be written."""
         self.log(why)
         with suppress(RunError, ValueError):  # a full disk, or a file that was closed: the error itself is raised
-            self._write("event", event="failed", step=self._next_step, message=why)
+            self._write({"kind": "event", "event": "failed", "step": self._next_step, "message": why})
 
     def log(self, line: str) -> None:
         """Write a line into this worker's log."""
         self.run.log(self.rank, line)
 
     def finish(self) -> Record:
-        """Write the summary of all that was written; return it."""
+        """Write the summary of all records; return it."""
         self.close()
         summary = summarise(read_records(self.run.metrics))
         if self.rank == 0:
@@ -83,13 +91,23 @@ class RunLogger:
         return summary
 
     def close(self) -> None:
-        """Take no more."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+        """Take no more; a full disk was reported by the write that met it."""
+        for sink in self._sinks.values():
+            with suppress(OSError):
+                sink.close()
 
-    def _write(self, kind: str, **values: Any) -> Record:
-        if self._metrics is not None:
-            return self._metrics.write(kind, **values)
-        return {"kind": kind, **values}
+    def _write(self, record: AnyRecord) -> None:
+        for path, sink in self._sinks.items():
+            with writing(path):
+                sink.write(record)
+
+
+def forget_from(path: Path, step: int, epoch: int) -> None:
+    """Drop the records of steps and epochs that a resumed run will make again, and a last line that was cut off."""
+    write_text(path, "\n".join(to_json(record) for record in read_records(path) if not _is_after(record, step, epoch)))
+
+
+def _is_after(record: Mapping[str, Any], step: int, epoch: int) -> bool:
+    if record["kind"] == "epoch":
+        return bool(record["epoch"] >= epoch)
+    return "step" in record and bool(record["step"] >= step)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from oktopk.errors import SettingError
-from oktopk.report.reader import VERSION
+from oktopk.telemetry.schema import VERSION
 from oktopk.train import checkpoint, corpus
 from oktopk.train.collectives import all_or_none, lost_peers_named, share
 from oktopk.train.config import Config

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.report.reader import Record
-from oktopk.report.run import SPLIT, Floats, Run
+from oktopk.telemetry.reader import Record
+from oktopk.telemetry.run import Floats, Run
+from oktopk.telemetry.schema import SPLIT
 
 
 def finite(value: float | None) -> float | None:

@@ -10,7 +10,6 @@ from typing import Any
 from oktopk.errors import OktopkError
 
 Record = dict[str, Any]
-VERSION = 1
 METRICS = "metrics.jsonl"
 
 

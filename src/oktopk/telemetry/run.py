@@ -14,13 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oktopk.codec import HEADER_WORDS, WORD_BYTES
-from oktopk.report.reader import VERSION, MetricsReader, Record, metrics_of
-from oktopk.telemetry import PHASES
+from oktopk.telemetry.reader import MetricsReader, Record, metrics_of
+from oktopk.telemetry.schema import PHASES, SPLIT, VERSION, EpochRecord, TrainStep, catalogue
 
 Floats = NDArray[np.float64]
-
-SPLIT = ("data", "compute", "wait", "update")
-SPLIT_NAMES = {"data": "data", "compute": "forward and backward", "wait": "wait for the exchange", "update": "update"}
 
 COMMUNICATION = ("exchange", "gather", "agree", "dense_tail")
 """Phases in which messages travel; the exchange's others compute."""
@@ -34,14 +31,9 @@ LARGEST = 1e60
 HEADER_BYTES = HEADER_WORDS * WORD_BYTES
 ENDS = ("end", "failed")
 
-_STEP = (
-    "step", "epoch", "numel", "wanted", "selected", "nnz", "dense_tail_numel", "world_size", "sparsity",
-    "compression_ratio", "nominal_bytes", "sent_bytes", "received_bytes", "messages", "threshold",
-    "global_threshold", "skipped", "loss", "lr", "momentum", "grad_norm", "residual_norm", "utterances",
-)  # fmt: skip
-_EPOCH = ("train_loss", "val_loss", "wer", "cer", "lr", "epoch_seconds")
-_BY_NAME = ("split", "seconds", "sent_by_phase")
-_RANK = ("loss", "sent_bytes", "received_bytes", "selected", "messages", "residual_norm", *SPLIT)
+_STEP = {name: figure for name, figure in catalogue(TrainStep).items() if figure.is_scalar}
+_MAPPINGS = [name for name, figure in catalogue(TrainStep).items() if figure.parts]
+_EPOCH = [name for name in catalogue(EpochRecord) if name not in ("epoch", "step", "validated")]
 
 
 def load_run(path: Path, name: str | None = None) -> Run:
@@ -139,7 +131,7 @@ class Run:
         self._sparse.append(record.get("phase") == "sparse")
         for name in _STEP:
             self._set(name, row, record.get(name))
-        for group in _BY_NAME:
+        for group in _MAPPINGS:
             for name, value in _mapping(record.get(group)).items():
                 self._set(f"{group}.{name}", row, value)
         self._so_far["seconds"] += math.fsum(_number(x) or 0.0 for x in _mapping(record.get("split")).values())
@@ -153,11 +145,9 @@ class Run:
         for rank, figures in enumerate(_sequence(ranks)):
             figures = _mapping(figures)
             self.num_ranks = max(self.num_ranks, rank + 1)
-            for name in _RANK:
-                self._set(f"ranks.{rank}.{name}", row, figures.get(name))
-            for group in ("seconds", "sent_by_phase"):
-                for name, value in _mapping(figures.get(group)).items():
-                    self._set(f"ranks.{rank}.{group}.{name}", row, value)
+            for name, value in figures.items():
+                for part, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+                    self._set(f"ranks.{rank}.{name}.{part}".rstrip("."), row, number)
 
     def _add_collectives(self, row: int, collectives: Mapping[str, Any]) -> None:
         for key, made in collectives.items():

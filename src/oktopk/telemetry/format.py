@@ -1,0 +1,57 @@
+"""Figures as people read them: with their unit, and "n/a" where there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+UNKNOWN = "n/a"
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes with three digits and a unit.
+
+    >>> format_bytes(4_252_320)
+    '4.25 MB'
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(value: float) -> str:
+    """Return a time with its unit.
+
+    >>> [format_seconds(value) for value in (0.00123, 1.5, 100.0, 3725.0)]
+    ['1.23 ms', '1.5 s', '1 min 40 s', '1 h 2 min']
+    """
+    if value < 1:
+        return f"{1e3 * value:.3g} ms"
+    if value < 100:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+WRITTEN: dict[str, Callable[[Any], str]] = {
+    "text": lambda value: f"{value:,}" if type(value) is int else str(value),
+    "count": lambda value: f"{value:,.0f}",
+    "number": lambda value: f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}",
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "share": lambda value: f"{100 * value:.3g} %",
+    "times": lambda value: f"{value:.3g}x",
+}
+"""Functions that write a figure, by unit."""
+
+
+def format_value(value: Any, unit: str = "number") -> str:
+    """Return a figure with its unit; "n/a" if it is None or not finite.
+
+    >>> format_value(0.0517, "share"), format_value(None, "bytes")
+    ('5.17 %', 'n/a')
+    """
+    known = value is not None and (not isinstance(value, float) or math.isfinite(value))
+    return WRITTEN[unit](value) if known else UNKNOWN
