@@ -31,7 +31,9 @@ def forking() -> Any:
     multiprocessing keeps one server for each test process, so that its list of imports has to serve every test.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.ddp.mortal", "tests.train.runs", "torch.utils.tensorboard"])
+    ours = ["tests.ddp.mortal", "tests.train.runs", "oktopk.kernels.numba_cpu"]
+    theirs = ["pytest", "torch.utils.tensorboard", "torch._dynamo"]  # DDP imports the last one, for a second
+    context.set_forkserver_preload([*ours, *theirs])
     return context
 
 
