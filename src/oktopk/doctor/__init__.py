@@ -1,9 +1,10 @@
-"""`oktopk doctor`: what is installed here, what runs because of it, whether it computes right, and how fast.
+"""`oktopk doctor`: versions, devices and kernels here, whether the kernels compute right, and how fast.
 
-here.py         versions, devices, backends; which kernels are in use, and why
+here.py         versions, devices, backends; the kernels in use, and why
 selftest.py     the kernels in use against the reference; an exchange of two ranks
-speed.py        adding and selecting, as a fraction of what memory allows
+speed.py        adding and selecting, as a fraction of the speed of a copy
 finding.py      a line of the report
+report.py       the report as a table, as lines and as JSON
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["FAIL", "INFO", "NOTE", "OK", "Finding", "examine"]
 
 
 def examine() -> Iterator[Finding]:
-    """Yield all findings, as they are made; a check that raises is a finding, too."""
+    """Yield all findings, one by one; a check that raises gives a finding, too."""
     yield from here.versions()
     yield from here.devices()
     yield from here.backends()
     for device in here.usable():
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # triton's kernels run on this one
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where triton's kernels run
             yield from here.kernels(device)
             yield from selftest.kernels(device)
             yield from selftest.exchange(device)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec
 
 INFO, OK, NOTE, FAIL = "info", "ok", "note", "FAIL"
-"""How it stands: nothing to judge; as it should be; works, but could be better; wrong."""
+"""Status of a finding: nothing to judge; as it should be; works, but could be better; wrong."""
 
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at and what was found, for people; whether that is good, and what to do if not; and figures.
+    """Subject and result of a check, for people; its status, advice if it is not `ok`, and figures for programs.
 
     >>> Finding("versions", "torch", "2.9.0").status
     'info'
@@ -28,13 +28,9 @@ class Finding:
     advice: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
 
 def raising_is_failing(about: str) -> Callable[[Callable[P, Iterator[Finding]]], Callable[P, Iterator[Finding]]]:
-    """Make a check that raises a finding of its own: the others are wanted all the more then."""
+    """Turn an exception of a check into a finding, so that the other checks still run."""
 
     def around(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:
         @wraps(check)

@@ -1,7 +1,7 @@
-"""How fast is the pass over a gradient, against what memory allows?
+"""Time the pass over a gradient beside the speed of memory.
 
-To add a gradient to the residual is to read 8 bytes an element and to write 4, so that no selection can be faster than
-12 bytes an element at the speed of a copy, which is measured here, too.
+Adding a gradient to the residual reads 8 bytes an element and writes 4, so that no selection can be faster than 12
+bytes an element at the speed of a copy, which is measured here, too.
 """
 
 from __future__ import annotations
@@ -26,47 +26,46 @@ ROUNDS, LIMIT_S = 9, 0.4
 SAMPLE = 100_000
 COPY_BYTES, FLOOR_BYTES = 8, 12
 SLOW = 0.25
-"""The part of the floor's speed below which something is worth a look."""
+"""Fraction of the speed of a copy below which the report gives advice."""
 
 
 @raising_is_failing("speed")
 def selection(device: torch.device) -> Iterator[Finding]:
     """Time a copy, and adding and selecting at the default density."""
     numel, density = LSTM_NUMEL, OkTopk().density
-    grad, held = heavy_tailed(numel, 1, str(device)), heavy_tailed(numel, 2, str(device))
-    acc = torch.empty_like(held)
+    grad, residual = heavy_tailed(numel, 1, str(device)), heavy_tailed(numel, 2, str(device))
+    acc = torch.empty_like(residual)
     one_core = device.type == "cpu"
-    with torch_threads(1 if one_core else torch.get_num_threads()):  # as the compiled pass has
-        copy_s = seconds(lambda: acc.copy_(held), device)
+    with torch_threads(1 if one_core else torch.get_num_threads()):  # the compiled pass has one
+        copy_s = seconds(lambda: acc.copy_(residual), device)
     bandwidth = COPY_BYTES * numel / copy_s
     found = f"{bandwidth / 1e9:,.1f} GB/s{' by one core' if one_core else ''}"
     yield Finding("speed", f"copy, {device}", found, figures={"bytes_per_s": bandwidth})
-    select_s = seconds(_pass_of(grad, held, acc, density), device)
+    select_s = seconds(_pass_of(grad, residual, acc, density), device)
     fraction = FLOOR_BYTES * numel / bandwidth / select_s
     found = f"{1e3 * select_s:.3g} ms for {numel:,} elements at {density:.0%}: {fraction:.0%} of the speed of a copy"
     figures = {"numel": numel, "density": density, "seconds": select_s, "of_copy": fraction}
-    slow = fraction < SLOW
-    advice = "are the cores busy? are the kernels above the fast ones?" if slow else ""
-    yield Finding("speed", f"add and select, {device}", found, NOTE if slow else OK, advice, figures)
+    advice = "are the cores busy? are the kernels above the fast ones?" if fraction < SLOW else ""
+    yield Finding("speed", f"add and select, {device}", found, NOTE if advice else OK, advice, figures)
 
 
-def _pass_of(grad: Tensor, held: Tensor, acc: Tensor, density: float) -> Callable[[], object]:
-    """Return the pass of a step over its gradient: acc = held + grad, and what of it is large."""
-    numel, device = len(held), held.device
-    sample = (held + grad)[:: max(numel // SAMPLE, 1)].abs()
+def _pass_of(grad: Tensor, residual: Tensor, acc: Tensor, density: float) -> Callable[[], object]:
+    """Return the pass of a step over its gradient: acc = residual + grad, and its elements above a threshold."""
+    numel, device = len(residual), residual.device
+    sample = (residual + grad)[:: max(numel // SAMPLE, 1)].abs()
     threshold = sample.topk(max(int(density * len(sample)), 1)).values[-1:].clone()
-    if supports_device_step(RESIDENT, numel, held.dtype, device):
+    if supports_device_step(RESIDENT, numel, residual.dtype, device):
         from oktopk.cuda import triton as fast
 
         found = Found.make(numel, room_for(density), device)
-        turn = torch.zeros(1, dtype=torch.int32, device=device)
-        return lambda: fast.accumulate_compact(grad, held, acc, threshold, turn, found)
+        step_offset = torch.zeros(1, dtype=torch.int32, device=device)
+        return lambda: fast.accumulate_compact(grad, residual, acc, threshold, step_offset, found)
     kernels, floors = kernels_for(acc), threshold.tolist()
-    return lambda: kernels.accumulate_above(grad, held, acc, [0, numel], floors)
+    return lambda: kernels.accumulate_above(grad, residual, acc, [0, numel], floors)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of some rounds, after one that does not count; fewer where they are slow."""
+    """Return the median time of up to `ROUNDS` rounds, after one that does not count; fewer where they are slow."""
     work()
     took: list[float] = []
     began = time.perf_counter()

@@ -54,9 +54,3 @@ def test_the_blank_is_no_character_of_a_text() -> None:
 def test_small_letters_are_told_what_to_do() -> None:
     with pytest.raises(OktopkError, match="capitals"):
         encode("yes")
-
-
-@pytest.mark.parametrize("index", [-1, 29])
-def test_an_index_outside_is_refused(index: int) -> None:
-    with pytest.raises(IndexError, match=str(index)):
-        decode([index])

@@ -205,7 +205,7 @@ def test_the_cache_is_bounded_and_changes_nothing(
         Batches(corpus, batch_size=1, augmentation=augmentation, cache_bytes=size) for size in (room, 1 << 30)
     )
     assert all_same(list(small.epoch(0)), list(large.epoch(0)))
-    kept = small._features._cache._kept
+    kept = small._cache._tensors
     assert 0 < sum(each.nbytes for each in kept.values()) <= room
     reads.clear()
     assert all_same(list(small.epoch(1)), list(large.epoch(1)))

@@ -204,18 +204,20 @@ def test_numbers_in_words() -> None:
     ]
 
 
-@given(st.integers(50, 6800), st.integers(4000, 9000))
+@given(st.integers(50, 6400), st.integers(4000, 9000))
 def test_a_tone_is_the_same_tone_at_another_rate(hz: int, length: int) -> None:
+    """Below the transition band of the filter, which a window of 48 taps and -80 dB makes 6.4 to 8.8 kHz."""
+
     def wave(rate_hz: int, num_samples: int) -> np.ndarray:
         return np.sin(2 * np.pi * hz * np.arange(num_samples) / rate_hz).astype(np.float32)
 
     out = resample(wave(22_050, length), 22_050, 16_000)
     assert len(out) == -(-length * 320 // 441)
     inner = slice(100, len(out) - 100)
-    np.testing.assert_allclose(out[inner], wave(16_000, len(out))[inner], atol=1e-3)
+    np.testing.assert_allclose(out[inner], wave(16_000, len(out))[inner], atol=2e-4)
 
 
-@given(st.integers(8700, 11_000))
+@given(st.integers(8800, 11_000))
 def test_what_cannot_be_carried_does_not_fold_back(hz: int) -> None:
     tone = np.sin(2 * np.pi * hz * np.arange(8000) / 22_050).astype(np.float32)
-    assert np.abs(resample(tone, 22_050, 16_000)[100:-100]).max() < 1e-3
+    assert np.abs(resample(tone, 22_050, 16_000)[100:-100]).max() < 2e-4

@@ -1,4 +1,4 @@
-"""Sound in and out: 16 kHz, one channel, 16 bits. Anything else is refused by name, never converted in silence."""
+"""Read and write sound: 16 kHz, one channel, 16 bits. Other sound is refused by name, never converted in silence."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ RATE_HZ = 16_000
 """The only sample rate that is read or written."""
 
 FULL_SCALE = 32_768
-"""int16 samples are divided by this to lie in [-1, 1)."""
+"""Divisor of int16 samples, which brings them into [-1, 1)."""
 
 DECISIVE = 2.0
-"""The wrong byte order is this many times rougher, or it is not believed; 200 times in AN4."""
+"""Factor by which the wrong byte order must be rougher to be believed; in AN4 it is 200 times rougher."""
 
 ByteOrder = Literal["big", "little"]
 Samples = NDArray[np.int16]
 T = TypeVar("T")
 
 _SPHERE = b"NIST_1A"
-_HEADERS = (b"RIFF", _SPHERE)
 
 
 def read_audio(path: str | Path) -> NDArray[np.float32]:
@@ -41,13 +40,12 @@ def read_audio(path: str | Path) -> NDArray[np.float32]:
 
 def read_pcm(path: str | Path, byte_order: ByteOrder | None = None) -> Samples:
     """Return the samples of a 16 kHz mono file as int16; `byte_order` is for a file without a header."""
-    if not Path(path).is_file():
-        raise DataError("missing", path, "there is no such file")
+    _check_exists(path)
     return decode_pcm(Path(path).read_bytes(), path, byte_order)
 
 
 def decode_pcm(data: bytes, name: str | Path, byte_order: ByteOrder | None = None) -> Samples:
-    """Return the samples that `data` holds: wav, NIST sphere, or headerless 16-bit PCM in `byte_order`."""
+    """Return the samples in `data`: wav, NIST sphere, or headerless 16-bit PCM in `byte_order`."""
     if has_header(data):
         _check_sphere_header(data, name)
         _check(_opened(name, lambda: soundfile.info(io.BytesIO(data))), name)
@@ -55,18 +53,22 @@ def decode_pcm(data: bytes, name: str | Path, byte_order: ByteOrder | None = Non
         return samples
     if byte_order is None:
         raise DataError("unreadable", name, "has neither a wav nor a sphere header, and no byte order was given")
-    return _raw(data, name, byte_order)
+    if not data:
+        raise _no_bytes(name)
+    if len(data) % 2:
+        raise DataError("unreadable", name, f"is no 16-bit PCM: it has {len(data)} bytes, an odd number")
+    return np.frombuffer(data, ">i2" if byte_order == "big" else "<i2").astype(np.int16)
 
 
 def has_header(data: bytes) -> bool:
-    """Return whether `data` begins as a wav or NIST sphere file does; what its name ends in proves nothing."""
-    return data.startswith(_HEADERS)
+    """Return whether `data` begins as a wav or NIST sphere file does; the suffix of its name proves nothing."""
+    return data.startswith((b"RIFF", _SPHERE))
 
 
 def detect_byte_order(recordings: list[bytes], name: str | Path) -> ByteOrder:
-    """Return the byte order in which headerless `recordings` are sound: that in which neighbours differ less.
+    """Return the byte order in which neighbouring samples of headerless `recordings` differ less.
 
-    Speech is smooth at 16 kHz; with the bytes swapped the low byte, which is as good as random, leads.
+    Speech is smooth at 16 kHz. With the bytes swapped the low byte, which is as good as random, leads.
     """
     big, little = (sum(_roughness(data, order) for data in recordings) for order in (">i2", "<i2"))
     if max(big, little) < DECISIVE * min(big, little) or big == little:
@@ -87,19 +89,22 @@ def write_wav(path: str | Path, samples: Samples) -> None:
 
 
 def num_samples(path: str | Path) -> int:
-    """Return how many samples a 16 kHz mono file has, from its header alone, or raise a `DataError`."""
-    if not Path(path).is_file():
-        raise DataError("missing", path, "there is no such file")
+    """Return the number of samples of a 16 kHz mono file, from its header alone, or raise a `DataError`."""
+    _check_exists(path)
     if Path(path).stat().st_size == 0:
-        raise DataError("empty", path, "has no bytes; make the file again")
+        raise _no_bytes(path)
     info = _opened(path, lambda: soundfile.info(path))
     _check(info, path)
     return int(info.frames)
 
 
-def duration_s(path: str | Path) -> float:
-    """Return how long a 16 kHz mono file sounds, or raise a `DataError`."""
-    return num_samples(path) / RATE_HZ
+def _check_exists(path: str | Path) -> None:
+    if not Path(path).is_file():
+        raise DataError("missing", path, "there is no such file")
+
+
+def _no_bytes(name: str | Path) -> DataError:
+    return DataError("empty", name, "has no bytes; make the file again")
 
 
 def _opened(name: str | Path, read: Callable[[], T]) -> T:
@@ -112,36 +117,25 @@ def _opened(name: str | Path, read: Callable[[], T]) -> T:
 
 def _check_sphere_header(data: bytes, name: str | Path) -> None:
     """Raise if the second line of a sphere file is not the size of its header: libsndfile would seek there blindly."""
-    if not data.startswith(_SPHERE):
-        return
     size = data[len(_SPHERE) :].lstrip(b"\r\n")[:8].strip()
-    if not size.isdigit() or not 0 < int(size) <= len(data) or b"end_head" not in data[: int(size)]:
-        said = size.decode("ascii", "replace")
+    good = size.isdigit() and 0 < int(size) <= len(data) and b"end_head" in data[: int(size)]
+    if data.startswith(_SPHERE) and not good:
         raise DataError(
             "unreadable",
             name,
-            f"has a bad NIST header: its size is said to be {said!r}, wanted a number up to the file's {len(data)} "
-            "bytes with end_head before it; is the download complete?",
+            f"has a bad NIST header: its size is said to be {size.decode('ascii', 'replace')!r}, wanted a number up to "
+            f"the file's {len(data)} bytes with end_head before it; is the download complete?",
         )
 
 
 def _check(info: Any, name: str | Path) -> None:
     if info.samplerate != RATE_HZ:
-        raise DataError(
-            "wrong rate", name, f"wanted {RATE_HZ} Hz, got {info.samplerate} Hz; convert it: sox IN -r {RATE_HZ} OUT"
-        )
+        got = f"wanted {RATE_HZ} Hz, got {info.samplerate} Hz"
+        raise DataError("wrong rate", name, f"{got}; convert it: sox IN -r {RATE_HZ} OUT")
     if info.channels != 1:
         raise DataError("stereo", name, f"wanted one channel, got {info.channels}; convert it: sox IN OUT remix -")
     if info.frames == 0:
         raise DataError("empty", name, "has a header and no samples; make the file again")
-
-
-def _raw(data: bytes, name: str | Path, byte_order: ByteOrder) -> Samples:
-    if not data:
-        raise DataError("empty", name, "has no bytes; make the file again")
-    if len(data) % 2:
-        raise DataError("unreadable", name, f"is no 16-bit PCM: it has {len(data)} bytes, an odd number")
-    return np.frombuffer(data, ">i2" if byte_order == "big" else "<i2").astype(np.int16)
 
 
 def _roughness(data: bytes, dtype: str) -> float:

@@ -1,21 +1,18 @@
-"""`oktopk data`: make, import and check what the trainer reads."""
+"""`oktopk data`: make, import and check the speech that the trainer reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import fsum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from oktopk.cli.errors import exit_on_error
-from oktopk.train.data.an4 import Part, import_an4
+from oktopk.train.data.an4 import import_an4
 from oktopk.train.data.folder import TRAIN_MANIFEST
 from oktopk.train.data.grammar import Grammar
-from oktopk.train.data.manifest import Problem, check_manifest, read_manifest
+from oktopk.train.data.manifest import check_manifest, read_manifest
 from oktopk.train.data.synth import make_speech
 
 PROBLEMS_FOUND = 1
@@ -47,18 +44,19 @@ def an4(
 ) -> None:
     """Import CMU AN4: 948 utterances to train on, 130 to validate with.
 
-    Raw audio of either byte order, NIST sphere and wav are told apart by what is in the files. The archive is not
-    unpacked; if anything is wrong with it, nothing is written. A folder of wav files with manifests of wrong paths is
-    put right: each file is found by the end of its path.
+    The content of the files tells raw audio of either byte order, NIST sphere and wav apart. The archive is not
+    unpacked; if anything is wrong with it, nothing is written. In a folder of wav files with manifests of wrong paths,
+    each file is found by the end of its path.
 
     Example: oktopk data an4 an4_raw.bigendian.tar.gz --out data/an4
     """
     with exit_on_error():
         imported = import_an4(source, out, force=force)
     for warning in imported.warnings:
-        _stderr().print(f"[bold yellow]WARNING[/] {escape(warning)}", soft_wrap=True)
+        typer.secho("WARNING", fg="yellow", bold=True, err=True, nl=False)
+        typer.echo(f" {warning}", err=True)
     for name, part in (("train", imported.train), ("val", imported.val)):
-        typer.echo(_part_line(name, part))
+        typer.echo(f"{name:<5} {part.utterances:>4} utterances, {part.minutes:.1f} minutes, {part.speakers} speakers")
     typer.echo(f"{imported.audio} audio, now 16 kHz wav in {out}\nnext: oktopk train --dataset an4 --data-dir {out}")
 
 
@@ -66,39 +64,42 @@ def an4(
 def check(
     manifest: Annotated[Path, typer.Argument(help=f"A manifest, such as DIR/{TRAIN_MANIFEST}.")],
 ) -> None:
-    """Read every file that a manifest names, and name each one that will not do.
+    """Read every file that a manifest names, and name each one with a fault.
 
-    Found are files that are missing, empty, unreadable, not at 16 kHz or not mono, texts with characters outside A to
+    Faults are files that are missing, empty, unreadable, not at 16 kHz or not mono, texts with characters outside A to
     Z, apostrophe and space, and recordings too short for their text. Exit status: 0 all is well, 1 something is not.
 
     Example: oktopk data check data/an4/an4_train_manifest.csv
     """
     with exit_on_error():
         problems = check_manifest(manifest)
-        summary = "" if problems else _summary(manifest)
+        durations_s = [] if problems else [utterance.duration_s for utterance in read_manifest(manifest)]
     if problems:
-        typer.echo("\n".join(_table(problems)))
+        typer.echo(f"{'line':>5}  {'problem':<12}  file")
+        for problem in problems:  # one line each, however long, for grep and cut
+            typer.echo(f"{problem.line or '-':>5}  {problem.kind:<12}  {problem.path}: {problem.message}")
         typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} in {manifest}", err=True)
         raise typer.Exit(PROBLEMS_FOUND)
-    typer.echo(summary)
+    minutes, shortest, longest = fsum(durations_s) / 60, durations_s[0], durations_s[-1]
+    typer.echo(f"{len(durations_s)} utterances, {minutes:.1f} minutes, {shortest:.2f} to {longest:.2f} s, no problems")
 
 
 @app.command("synth-an4")
 def synth_an4(
     out: Out,
-    utterances: Annotated[int, typer.Option(min=1, help="How many to train on; AN4 has 948.")] = 948,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes, another one other speech.")] = 0,
+    utterances: Annotated[int, typer.Option(min=1, help="Utterances to train on; AN4 has 948.")] = 948,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
     val: Annotated[
-        int | None, typer.Option(min=1, help="How many to validate with, by other voices; an eighth, at least 16.")
+        int | None, typer.Option(min=1, help="Utterances to validate with, by other voices; an eighth, at least 16.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="How many speak at a time; one for each core.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Speakers at a time; one for each core.")] = None,
     grammar: Annotated[
         Grammar, typer.Option(help="an4: spelled names, numbers, dates, commands. commands: digits and commands only.")
     ] = "an4",
 ) -> None:
     """Make spoken alphanumeric utterances like those of AN4, offline, with eSpeak NG.
 
-    Needs: pip install "oktopk[synth]". What DIR holds of the same settings is kept and takes no time.
+    Needs: pip install "oktopk[synth]". Speech of the same settings that is in DIR is kept.
 
     Example: oktopk data synth-an4 --out data/synth --grammar commands --utterances 256 --val 64
     """
@@ -107,25 +108,3 @@ def synth_an4(
     how = "there already, the same settings: nothing to do" if made.cached else "made"
     typer.echo(f"{made.utterances} + {made.val_utterances} utterances in {out}, {how}")
     typer.echo(f"next: oktopk train --dataset an4 --data-dir {out}")
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, highlight=False)
-
-
-def _part_line(name: str, part: Part) -> str:
-    return f"{name:<5} {part.utterances:>4} utterances, {part.minutes:.1f} minutes, {part.speakers} speakers"
-
-
-def _table(problems: list[Problem]) -> Iterator[str]:
-    """Yield one line for each problem, however long: it is searched and cut by other tools."""
-    yield f"{'line':>5}  {'problem':<12}  file"
-    yield from (f"{p.line or '-':>5}  {p.kind:<12}  {p.path}: {p.message}" for p in problems)
-
-
-def _summary(manifest: Path) -> str:
-    durations_s = [utterance.duration_s for utterance in read_manifest(manifest)]
-    return (
-        f"{len(durations_s)} utterances, {fsum(durations_s) / 60:.1f} minutes, "
-        f"{durations_s[0]:.2f} to {durations_s[-1]:.2f} s, no problems"
-    )

@@ -1,4 +1,4 @@
-"""What the data part raises, besides the `LabelError` of a text.
+"""Errors of the data part, besides the `LabelError` of a text.
 
 OktopkError
 ├── DataError      a file, a manifest or a corpus that cannot be trained on     (a ValueError)
@@ -18,7 +18,7 @@ Kind = Literal[
 
 
 class DataError(OktopkError, ValueError):
-    """Data that cannot be trained on: `path` says which file, `kind` what is wrong with it, the message what to do."""
+    """Data that cannot be trained on: the `kind` of fault, the `path` of the file, and a message with the remedy."""
 
     def __init__(self, kind: Kind, path: str | Path, message: str) -> None:
         super().__init__(f"{path}: {message}")
@@ -33,7 +33,7 @@ class SpeechError(OktopkError, RuntimeError):
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Return a text of the data as an error shows it: quoted, on one line, and cut where it is longer than `most`.
+    """Return a text of the data for a message: quoted, on one line, and cut after `most` characters.
 
     >>> shortened("ABCDEF", 3)
     "'ABC'... (6 characters)"

@@ -1,4 +1,4 @@
-"""Samples to features: the log spectrogram that the recogniser reads, and what varies a recording in training."""
+"""Features of a recording: the log spectrogram that the recogniser reads, and variations for training."""
 
 from __future__ import annotations
 
@@ -33,20 +33,17 @@ def spectrogram(samples: Tensor) -> Tensor:
     spectrum = torch.stft(
         samples, WINDOW_SAMPLES, HOP_SAMPLES, window=window, center=True, pad_mode="constant", return_complex=True
     )
-    return _normalised(spectrum.abs().log1p())
-
-
-def _normalised(values: Tensor) -> Tensor:
+    values = spectrum.abs().log1p()
     std, mean = torch.std_mean(values, correction=0)
     return (values - mean) / std.clamp_min(_SILENT_STD)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """How a recording is varied each time it is used; both are drawn uniformly.
+    """Bounds of the variation of a recording, drawn uniformly each time it is used.
 
-    speed     from and to which factor it is played faster; the pitch moves with it
-    gain_db   from and to how many decibels it is amplified
+    speed     factor by which it is played faster; the pitch moves with it
+    gain_db   decibels by which it is amplified
     """
 
     speed: tuple[float, float] = (0.85, 1.15)
@@ -62,7 +59,7 @@ class Augmentation:
         """Return `samples` [n], varied, as [about n / speed]; the same for the same state of `generator`.
 
         No recording is made shorter than `least_samples`, so that its text still fits. The result is not clipped to
-        [-1, 1]: what follows is a spectrogram, not a loudspeaker.
+        [-1, 1], because a spectrogram follows, not a loudspeaker.
         """
         speed, gain_db = (_uniform(bounds, generator) for bounds in (self.speed, self.gain_db))
         fastest = max(1.0, samples.numel() / max(1, least_samples))

@@ -1,4 +1,4 @@
-"""The 29 things that the recogniser can say at a moment: the CTC blank, an apostrophe, A to Z, a space."""
+"""The 29 labels of the recogniser: the CTC blank, an apostrophe, A to Z, a space."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from oktopk.errors import OktopkError
 
 LABELS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
-"""Index is what the net gives; `_` stands for the blank and is no character of any text."""
+"""Label of each output of the net; `_` stands for the blank and is no character of any text."""
 
 BLANK = 0
 """Index of the CTC blank."""
@@ -39,24 +39,18 @@ def encode(text: str) -> list[int]:
 
 
 def decode(indices: Iterable[int]) -> str:
-    """Return the label of each index, blanks as `_`; repeats stay, they are the decoder's business.
+    """Return the label of each index, blanks as `_`; repeats stay.
 
     >>> decode([2, 15, 1])
     "AN'"
     """
-    return "".join(LABELS[_known(index)] for index in indices)
+    return "".join(LABELS[index] for index in indices)
 
 
 def ctc_frames(target: list[int]) -> int:
-    """Return how many frames CTC needs for `target`: one for each label and a blank between equal neighbours.
+    """Return the frames that CTC needs for `target`: one for each label and a blank between equal neighbours.
 
     >>> ctc_frames(encode("BOOK"))
     5
     """
     return len(target) + sum(a == b for a, b in pairwise(target))
-
-
-def _known(index: int) -> int:
-    if not 0 <= index < len(LABELS):
-        raise IndexError(f"a label is 0 to {len(LABELS) - 1}, not {index}")
-    return index

@@ -1,7 +1,7 @@
 """Batches of a corpus: neighbours in length together, reshuffled every epoch, each rank its own share.
 
-What a step holds is a function of (seed, epoch, rank), and how an utterance is varied one of (seed, epoch, utterance),
-so a run that stops and goes on sees what it would have seen.
+The utterances of a step are a function of (seed, epoch, rank), and the variation of an utterance one of (seed, epoch,
+utterance), so that a resumed run sees the same batches as one that never stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CACHE_BYTES = 1 << 30
 
 # Durations are blurred by up to this part before they are sorted, so that the neighbours differ from epoch to epoch.
 _JITTER = 0.1
-_ORDER, _VARIATION = 1, 2  # what a generator is for: the same (seed, epoch) must not give both the same numbers
+_ORDER, _VARIATION = 1, 2  # purposes of a generator: the same (seed, epoch) must not give both the same numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Batch:
     frames           [B]: frames of each that count
     targets          [sum of target_lengths]: the labels of all texts, one after the other
     target_lengths   [B]
-    indices          which utterances of the corpus these are
+    indices          the utterances' places in the corpus
     """
 
     inputs: Tensor
@@ -51,15 +51,15 @@ class Batch:
 class Batches:
     """The batches of one rank.
 
-    For training each epoch has the same number of steps on every rank and uses an utterance at most once; the
-    less than `batch_size * world_size` that fill no step are others every epoch. For `evaluation` every utterance
-    comes once over all ranks, in the order of length; a rank may have one step fewer than another, and the last
-    one may be smaller.
+    For training each epoch has the same number of steps on every rank and uses an utterance at most once. Up to
+    `batch_size * world_size - 1` utterances fill no step; they are others every epoch. For `evaluation` every
+    utterance comes once over all ranks, in the order of length; a rank may have one step fewer than another, and its
+    last step may be smaller.
 
     batch_size     utterances of a step on each rank
     seed           of the order and of the augmentation
     augmentation   how utterances are varied; None leaves them alone
-    cache_bytes    what may be kept in memory, so that the disk is read once
+    cache_bytes    memory for recordings or spectrograms, so that the disk is read once
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Batches:
         _check_enough(len(utterances), batch_size, world_size, evaluation)
         self.utterances = list(utterances)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.seed, self.evaluation = seed, evaluation
+        self.seed, self.augmentation, self.evaluation = seed, augmentation, evaluation
         self._durations = torch.tensor([utterance.duration_s for utterance in utterances], dtype=torch.float64)
-        self._features = _Features(self.utterances, seed, augmentation, _Cache(cache_bytes))
+        self._cache = _Cache(cache_bytes)
 
     def __len__(self) -> int:
         """Return the steps of an epoch on this rank."""
@@ -94,7 +94,7 @@ class Batches:
         return len(self.utterances) // (self.batch_size * self.world_size)
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """Return which utterances each step of this rank holds."""
+        """Return the utterances of each step of this rank."""
         if self.evaluation:
             share: list[int] = self._durations.argsort(stable=True).tolist()[self.rank :: self.world_size]
             return [share[at : at + self.batch_size] for at in range(0, len(share), self.batch_size)]
@@ -116,15 +116,15 @@ class Batches:
         """Return [steps, batch_size * world_size]: utterances of similar length, the steps in random order."""
         generator = _generator(_ORDER, self.seed, epoch)
         steps, size, total = len(self), self.batch_size * self.world_size, len(self.utterances)
-        kept = torch.randperm(total, generator=generator)[: steps * size]
+        used = torch.randperm(total, generator=generator)[: steps * size]
         blur = 1 + _JITTER * (2 * torch.rand(total, generator=generator, dtype=torch.float64) - 1)
-        by_length = kept[(self._durations * blur)[kept].argsort(stable=True)].view(steps, size)
+        by_length = used[(self._durations * blur)[used].argsort(stable=True)].view(steps, size)
         # Within a step too, or the last rank would have the longest utterances every time.
         within_step = torch.rand(steps, size, generator=generator, dtype=torch.float64).argsort(stable=True)
         return by_length.gather(1, within_step)[torch.randperm(steps, generator=generator)]
 
     def _batch(self, epoch: int, indices: list[int]) -> Batch:
-        spectrograms = [self._features(epoch, index) for index in indices]
+        spectrograms = [self._spectrogram(epoch, index) for index in indices]
         targets = [encode(self.utterances[index].text) for index in indices]
         frames = torch.tensor([each.shape[1] for each in spectrograms])
         inputs = torch.zeros(len(indices), 1, BINS, int(frames.max()))
@@ -137,6 +137,15 @@ class Batches:
             target_lengths=torch.tensor([len(target) for target in targets]),
             indices=tuple(indices),
         )
+
+    def _spectrogram(self, epoch: int, index: int) -> Tensor:
+        """Return an utterance's spectrogram in an epoch; the cache holds that, or the samples where they vary."""
+        utterance = self.utterances[index]
+        if self.augmentation is None:
+            return self._cache.get(index, lambda: spectrogram(_floats(_read(utterance))))
+        samples = _floats(self._cache.get(index, lambda: _read(utterance)))
+        fewest = HOP_SAMPLES * TIME_STRIDE * (ctc_frames(encode(utterance.text)) - 1)  # that can spell the text
+        return spectrogram(self.augmentation.apply(samples, _generator(_VARIATION, self.seed, epoch, index), fewest))
 
 
 def _check_enough(total: int, batch_size: int, world_size: int, evaluation: bool) -> None:
@@ -152,52 +161,31 @@ def _check_enough(total: int, batch_size: int, world_size: int, evaluation: bool
         )
 
 
-class _Features:
-    """The spectrogram of an utterance in an epoch."""
-
-    def __init__(
-        self, utterances: Sequence[Utterance], seed: int, augmentation: Augmentation | None, cache: _Cache
-    ) -> None:
-        self._utterances, self._seed, self._augmentation, self._cache = utterances, seed, augmentation, cache
-
-    def __call__(self, epoch: int, index: int) -> Tensor:
-        if self._augmentation is None:
-            return self._cache.get(index, lambda: spectrogram(_floats(self._read(index))))
-        samples = _floats(self._cache.get(index, lambda: self._read(index)))
-        generator = _generator(_VARIATION, self._seed, epoch, index)
-        return spectrogram(self._augmentation.apply(samples, generator, _samples_for(self._utterances[index].text)))
-
-    def _read(self, index: int) -> Tensor:
-        return torch.from_numpy(read_pcm(self._utterances[index].wav))
+def _read(utterance: Utterance) -> Tensor:
+    return torch.from_numpy(read_pcm(utterance.wav))
 
 
 def _floats(samples: Tensor) -> Tensor:
     return samples.float() / FULL_SCALE
 
 
-def _samples_for(text: str) -> int:
-    """Return the fewest samples whose frames can spell `text`."""
-    return HOP_SAMPLES * TIME_STRIDE * (ctc_frames(encode(text)) - 1)
-
-
 class _Cache:
-    """What was made, as long as there is room.
+    """Tensors by key, up to a number of bytes.
 
-    Nothing is thrown out: an epoch uses everything once, so the oldest entry is the one that is wanted next.
+    None is thrown out: an epoch uses each once, so that the oldest is the one that is wanted next.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._room_bytes = limit_bytes
-        self._kept: dict[int, Tensor] = {}
+        self._left_bytes = limit_bytes
+        self._tensors: dict[int, Tensor] = {}
 
     def get(self, key: int, make: Callable[[], Tensor]) -> Tensor:
-        """Return what is kept for `key`, or make it."""
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._tensors:
+            return self._tensors[key]
         made = make()
-        if made.nbytes <= self._room_bytes:
-            self._room_bytes -= made.nbytes
-            self._kept[key] = made
+        if made.nbytes <= self._left_bytes:
+            self._left_bytes -= made.nbytes
+            self._tensors[key] = made
         return made
 
 

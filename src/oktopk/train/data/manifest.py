@@ -1,7 +1,7 @@
-"""Manifests: which utterances there are. A line is `wav,txt`, two paths relative to the manifest's folder.
+"""Manifests: the list of utterances. A line is `wav,txt`, two paths relative to the manifest's folder, or absolute.
 
-Absolute paths are understood as well; relative ones let a folder be moved. Everything that would stop the training
-later, in a worker and in the middle of an epoch, is found here and named.
+Relative paths let a folder be moved. Every fault that would stop the training later, in a worker and in the middle of
+an epoch, is found here and named.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from oktopk.train.data.audio import RATE_HZ, duration_s, num_samples, read_audio
+from oktopk.train.data.audio import RATE_HZ, num_samples, read_audio
 from oktopk.train.data.errors import DataError, Kind
 from oktopk.train.data.features import HOP_SAMPLES
 from oktopk.train.data.labels import LabelError, ctc_frames, encode
 
 TIME_STRIDE = 2
-"""The first convolution of the net halves the frames."""
+"""Factor by which the net's first convolution divides the frames."""
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """A recording and what is said in it."""
+    """A recording and its transcription."""
 
     wav: Path
     text: str
@@ -32,7 +32,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with one file; `line` is that of the manifest, 0 for the manifest itself."""
+    """A fault of one file; `line` is that of the manifest, 0 for the manifest itself."""
 
     kind: Kind
     path: Path
@@ -41,27 +41,31 @@ class Problem:
 
 
 def read_manifest(path: str | Path) -> list[Utterance]:
-    """Return the utterances from short to long, or raise a `DataError` that names the first file that will not do.
+    """Return the utterances from short to long, or raise a `DataError` that names the first file with a fault.
 
     Reads the headers of the recordings only.
     """
-    found = [_utterance(row, num_samples) for row in _rows(Path(path))]
+    found = []
+    for row in _rows(Path(path)):
+        samples, text = _num_samples(row, num_samples), _text(row.txt)
+        _check_length(row.wav, samples, text)
+        found.append(Utterance(row.wav, text, samples / RATE_HZ))
     return sorted(found, key=lambda utterance: utterance.duration_s)
 
 
 def check_manifest(path: str | Path) -> list[Problem]:
-    """Return everything that is wrong with a manifest and its files; reads the recordings to their ends."""
+    """Return all faults of a manifest and its files; reads the recordings to their ends."""
     try:
         rows = list(_rows(Path(path)))
     except DataError as error:
         return [Problem(error.kind, error.path, 0, error.message)]
-    return [problem for row in rows for problem in _problems(row)]
+    return [Problem(error.kind, error.path, row.line, error.message) for row in rows for error in _errors(row)]
 
 
-def write_manifest(path: str | Path, pairs: Iterable[tuple[str | Path, str | Path]]) -> None:
+def write_manifest(path: str | Path, pairs: Iterable[tuple[Path, Path]]) -> None:
     """Write `(wav, txt)` pairs from short to long, relative to the manifest's folder, all at once or not at all."""
     path = Path(path)
-    rows = sorted((duration_s(wav), *_relative(path, wav, txt)) for wav, txt in pairs)
+    rows = sorted((num_samples(wav), *(_relative(each, path.parent) for each in (wav, txt))) for wav, txt in pairs)
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(row[1:] for row in rows)
@@ -69,7 +73,7 @@ def write_manifest(path: str | Path, pairs: Iterable[tuple[str | Path, str | Pat
 
 
 def output_frames(num_samples: int) -> int:
-    """Return how many frames the net gives for a recording.
+    """Return the number of frames that the net gives for a recording.
 
     >>> output_frames(16_000)
     51
@@ -87,13 +91,12 @@ class _Row:
 def _rows(path: Path) -> Iterator[_Row]:
     if not path.is_file():
         raise DataError("missing", path, "there is no such manifest; make one with: oktopk data an4, or synth-an4")
-    num_rows = 0
+    line = 0
     for line, columns in _columns(path):
         if len(columns) != 2 or not all(columns):
             raise DataError("bad manifest", path, f"line {line} is {','.join(columns)!r}, wanted: wav,txt")
-        num_rows += 1
         yield _Row(line, path.parent / columns[0], path.parent / columns[1])
-    if not num_rows:
+    if not line:
         raise DataError("empty", path, "the manifest has no lines; make it again with: oktopk data an4, or synth-an4")
 
 
@@ -108,39 +111,30 @@ def _columns(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError("bad manifest", path, f"is no text of lines wav,txt ({error})") from None
 
 
-def _utterance(row: _Row, samples_of: Callable[[Path], int]) -> Utterance:
-    samples = _audio(row, samples_of)
-    text = _text(row.txt)
-    _check_length(row.wav, samples, text)
-    return Utterance(row.wav, text, samples / RATE_HZ)
-
-
-def _problems(row: _Row) -> Iterator[Problem]:
-    """Yield what is wrong with the recording, with its text, and, if both will do, with the two together."""
-    samples, text = -1, ""
+def _errors(row: _Row) -> Iterator[DataError]:
+    """Yield the faults of the recording, of its text, and, if both are good, of the two together."""
+    samples = None
     try:
-        samples = _audio(row, lambda path: len(read_audio(path)))
+        samples = _num_samples(row, lambda path: len(read_audio(path)))
     except DataError as error:
-        yield Problem(error.kind, error.path, row.line, error.message)
+        yield error
     try:
         text = _text(row.txt)
-        if samples >= 0:
+        if samples is not None:
             _check_length(row.wav, samples, text)
     except DataError as error:
-        yield Problem(error.kind, error.path, row.line, error.message)
+        yield error
 
 
-def _audio(row: _Row, samples_of: Callable[[Path], int]) -> int:
+def _num_samples(row: _Row, samples_of: Callable[[Path], int]) -> int:
     if not row.wav.is_file():
-        raise DataError("missing", row.wav, _missing(row))
+        raise DataError(
+            "missing",
+            row.wav,
+            f"there is no such file, wanted in line {row.line} of the manifest. Paths are relative to the manifest's "
+            "folder; those of another machine are put right by: oktopk data an4 FOLDER --out DIR",
+        )
     return samples_of(row.wav)
-
-
-def _missing(row: _Row) -> str:
-    return (
-        f"there is no such file, wanted in line {row.line} of the manifest. Paths are relative to the manifest's "
-        "folder; those of another machine are put right by: oktopk data an4 FOLDER --out DIR"
-    )
 
 
 def _text(path: Path) -> str:
@@ -167,5 +161,5 @@ def _check_length(wav: Path, samples: int, text: str) -> None:
         )
 
 
-def _relative(manifest: Path, *paths: str | Path) -> Iterator[str]:
-    return (Path(os.path.relpath(path, manifest.parent)).as_posix() for path in paths)
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()

@@ -1,22 +1,17 @@
-"""A bar on stderr while something takes long; nothing where nobody watches."""
+"""A bar on stderr while something takes long; nothing where stderr is no terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import track
+
+T = TypeVar("T")
 
 
-def counted() -> Progress:
-    """Return a bar that counts things; a context manager."""
-    return _bar(MofNCompleteColumn())
-
-
-def measured() -> Progress:
-    """Return a bar that shows a percentage; a context manager."""
-    return _bar(TaskProgressColumn())
-
-
-def _bar(figure: MofNCompleteColumn | TaskProgressColumn) -> Progress:
+def tracked(items: Iterable[T], description: str, total: int) -> Iterable[T]:
+    """Return the items, counted by a bar as they are used."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), figure, TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    return track(items, description, total, console=console, disable=not console.is_terminal, transient=True)

@@ -1,4 +1,4 @@
-"""From the engine's sample rate to ours: a windowed sinc, one filter for each phase."""
+"""Resample from the engine's sample rate to 16 kHz: a windowed sinc, one filter for each phase."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 Signal = NDArray[np.float32]
 
 ZERO_CROSSINGS = 16
-"""Of the sinc, on each side of its middle: the transition band is about 1/16 of the lower rate."""
+"""Zero crossings of the sinc on each side; from 22,050 to 16,000 Hz the transition band is 6.4 to 8.8 kHz."""
 
 ROLL_OFF = 0.95
-"""The cut-off, as a part of the lower rate's Nyquist frequency: what folds back is damped before it does."""
+"""Cut-off as a part of the lower rate's Nyquist frequency, because frequencies above that fold back."""
 
 KAISER_BETA = 8.0
-"""Of the window: side lobes near -80 dB, below the noise of 16 bits."""
+"""Shape of the window, because its side lobes near -80 dB are below the noise of 16 bits."""
 
 
 def resample(signal: Signal, from_hz: int, to_hz: int) -> Signal:
@@ -28,12 +28,19 @@ def resample(signal: Signal, from_hz: int, to_hz: int) -> Signal:
     """
     up, down = to_hz // gcd(from_hz, to_hz), from_hz // gcd(from_hz, to_hz)
     filters, starts = _phases(up, down)
+    num_taps = filters.shape[1]
     num_out = -(-len(signal) * up // down)
     num_blocks = -(-num_out // up)  # a block: `down` samples in, `up` samples out
-    columns = _columns(signal, num_blocks, down, filters.shape[1])
+    before = num_taps // 2 - 1
+    padded = np.zeros(num_blocks * down + num_taps + before, np.float32)
+    padded[before : before + len(signal)] = signal
+    # Row i is the i-th input of every block, so that rows are contiguous.
+    rows = np.ascontiguousarray(
+        np.lib.stride_tricks.sliding_window_view(padded, down + num_taps)[::down][:num_blocks].T
+    )
     out = np.zeros((up, num_blocks), np.float32)
-    for tap in range(filters.shape[1]):
-        out += filters[:, tap, None] * columns[starts + tap]
+    for tap in range(num_taps):
+        out += filters[:, tap, None] * rows[starts + tap]
     return np.ascontiguousarray(out.T).reshape(-1)[:num_out]
 
 
@@ -48,15 +55,3 @@ def _phases(up: int, down: int) -> tuple[Signal, NDArray[np.intp]]:
     window = np.i0(KAISER_BETA * np.sqrt(np.clip(1 - (distance / half) ** 2, 0, None))) / np.i0(KAISER_BETA)
     filters = cutoff * np.sinc(cutoff * distance) * window
     return (filters / filters.sum(axis=1, keepdims=True)).astype(np.float32), starts
-
-
-def _columns(signal: Signal, num_blocks: int, down: int, num_taps: int) -> Signal:
-    """Return the input of every block as a column: row i is the i-th sample of each, so that rows are contiguous."""
-    before = num_taps // 2 - 1
-    padded = np.zeros(num_blocks * down + num_taps + before, np.float32)
-    padded[before : before + len(signal)] = signal
-    step = padded.strides[0]
-    blocks = np.lib.stride_tricks.as_strided(
-        padded, (num_blocks, down + num_taps), (down * step, step), writeable=False
-    )
-    return np.ascontiguousarray(blocks.T)

@@ -77,7 +77,7 @@ def test_a_kernel_that_raises_is_a_finding_and_the_rest_goes_on(monkeypatch: pyt
 
 def test_the_kernels_of_a_gpu_are_called_as_they_want_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch against itself, on the CPU: the calls are those of triton's, which are made on a GPU alone."""
-    tried = [line for size in selftest.GPU_SIZES for line in selftest._triton_differences(blocks, size, 1, CPU)]
+    tried = [line for size in selftest.GPU_SIZES for line in selftest.triton_differences(blocks, size, 1, CPU)]
     assert tried == []
 
     class Wrong:
@@ -88,7 +88,7 @@ def test_the_kernels_of_a_gpu_are_called_as_they_want_to_be(monkeypatch: pytest.
         def scatter_add(block: torch.Tensor, capacity: int, region: torch.Tensor) -> None:
             blocks.scatter_add(block, capacity, region.neg_())
 
-    assert any("scatter_add at" in line for line in selftest._triton_differences(Wrong, 3000, 1, CPU))
+    assert any("scatter_add at" in line for line in selftest.triton_differences(Wrong, 3000, 1, CPU))
 
 
 def test_an_exchange_that_loses_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
