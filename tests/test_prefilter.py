@@ -14,6 +14,8 @@ from oktopk.feedback import Residual
 from oktopk.kernels.reference import at_least
 from oktopk.prefilter import Prefilter
 
+CPU = torch.device("cpu")
+
 
 def random(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
@@ -29,11 +31,8 @@ def test_seen_in_pieces_is_what_a_look_at_all_finds(lengths: list[int], beyond: 
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     numel = bounds[-1] + beyond
     floors = [0.3 * (i + 1) for i in range(len(lengths))]
-    residual, prefilter, grad = (
-        Residual(numel, torch.float32, torch.device("cpu")),
-        Prefilter(bounds, floors),
-        random(numel),
-    )
+    grad, prefilter = random(numel), Prefilter(bounds, floors)
+    residual = Residual(numel, torch.float32, CPU)
     edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     for low, high in itertools.pairwise(edges):
         residual.accumulate_(grad[low:high], slice(low, high), prefilter=prefilter)
@@ -46,23 +45,20 @@ def test_seen_in_pieces_is_what_a_look_at_all_finds(lengths: list[int], beyond: 
     assert torch.equal(whole[1], grad[whole[0]])
 
 
-def test_what_was_not_all_seen_is_not_taken_for_the_whole() -> None:
-    residual, prefilter = Residual(10, torch.float32, torch.device("cpu")), Prefilter([0, 10], [0.1])
+def test_what_was_not_all_seen_or_not_in_order_is_not_taken_for_the_whole() -> None:
+    residual, prefilter = Residual(10, torch.float32, CPU), Prefilter([0, 10], [0.1])
     residual.accumulate_(random(5), slice(0, 5), prefilter=prefilter)
     assert prefilter.all_of(10) is None
     residual.accumulate_(random(5), slice(5, 10), scale=0.5, prefilter=prefilter)  # clipped: not looked at
     assert prefilter.all_of(10) is None
-
-
-def test_pieces_out_of_order_are_not_taken_for_sorted() -> None:
-    residual, prefilter = Residual(10, torch.float32, torch.device("cpu")), Prefilter([0, 10], [0.0])
-    residual.accumulate_(random(5), slice(5, 10), prefilter=prefilter)
-    residual.accumulate_(random(5), slice(0, 5), prefilter=prefilter)
-    assert prefilter.all_of(10) is None
+    swapped = Prefilter([0, 10], [0.0])
+    for low in (5, 0):
+        residual.accumulate_(random(5), slice(low, low + 5), prefilter=swapped)
+    assert swapped.all_of(10) is None
 
 
 def test_the_first_that_is_not_finite_is_told_by_its_place_in_acc() -> None:
-    residual, prefilter = Residual(30, torch.float32, torch.device("cpu")), Prefilter([0, 8, 30], [0.5, 0.5])
+    residual, prefilter = Residual(30, torch.float32, CPU), Prefilter([0, 8, 30], [0.5, 0.5])
     grad = random(20)
     grad[[4, 13]] = torch.inf
     residual.accumulate_(grad, slice(5, 25), prefilter=prefilter)

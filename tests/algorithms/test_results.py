@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, TopkA, TopkDSA
@@ -15,8 +17,10 @@ from tests.cases import PLAIN, Case, trace
 from tests.harness import on_threads
 from tests.laws import same_bits, same_run, wanted
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-KINDS = pytest.mark.parametrize("kind", ["heavy tails", "correlated ranks", "skew", "ties"])
+KINDS = ("heavy tails", "correlated ranks", "skew", "ties")
+kinds = st.sampled_from(KINDS)
+sizes = st.integers(1, 8)
+seeds = st.integers(0, 1000)
 
 
 def largest(dense: Tensor, k: int) -> Tensor:
@@ -40,23 +44,14 @@ def close(ours: Tensor, expected: Tensor) -> bool:
     return torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-@SIZES
-@KINDS
-def test_dense_is_the_sum(size: int, kind: str) -> None:
-    case = Case(Dense(), size, 200, kind)
-    assert close(delivered(case), sum(gradients(case)))
+@given(size=sizes, kind=kinds, seed=seeds)
+def test_dense_topka_and_dsa_are_the_sum_of_what_each_rank_selects(size: int, kind: str, seed: int) -> None:
+    for algorithm, k in ((Dense(), 200), (TopkA(density=0.1), 20), (TopkDSA(density=0.1), 20)):
+        case = Case(algorithm, size, 200, kind, seed=seed)
+        assert close(delivered(case), sum(largest(grad, k) for grad in gradients(case)))
 
 
-@SIZES
-@KINDS
-@pytest.mark.parametrize("cls", [TopkA, TopkDSA])
-def test_topka_and_dsa_are_the_sum_of_each_ranks_largest(cls: Any, size: int, kind: str) -> None:
-    case = Case(cls(density=0.1), size, 200, kind)
-    assert close(delivered(case), sum(largest(grad, 20) for grad in gradients(case)))
-
-
-@KINDS
-@pytest.mark.parametrize("density", [0.01, 0.2, 0.9])
+@given(kind=kinds, density=st.sampled_from([0.01, 0.2, 0.9]))
 def test_dsa_and_topka_give_the_same_bits(kind: str, density: float) -> None:
     """Whether a region travels as pairs or dense is nobody's business but the wire's."""
     topka, dsa = (Case(cls(density=density), 4, 333, kind, steps=3) for cls in (TopkA, TopkDSA))
@@ -65,10 +60,9 @@ def test_dsa_and_topka_give_the_same_bits(kind: str, density: float) -> None:
         assert same_bits(ours.residual, theirs.residual)
 
 
-@SIZES
-@KINDS
-def test_gtopk_is_a_tree_of_merges_cut_to_k(size: int, kind: str) -> None:
-    case = Case(GTopk(density=0.1), size, 200, kind)
+@given(size=sizes, kind=kinds, seed=seeds)
+def test_gtopk_is_a_tree_of_merges_cut_to_k(size: int, kind: str, seed: int) -> None:
+    case = Case(GTopk(density=0.1), size, 200, kind, seed=seed)
     parts = [largest(grad, 20) for grad in gradients(case)]
     distance = 1
     while distance < size:
@@ -78,7 +72,7 @@ def test_gtopk_is_a_tree_of_merges_cut_to_k(size: int, kind: str) -> None:
     assert close(delivered(case), parts[0])
 
 
-@KINDS
+@pytest.mark.parametrize("kind", KINDS)
 def test_gaussiank_is_the_sum_of_about_k_of_each_rank(kind: str) -> None:
     case = Case(GaussianK(density=0.05), 4, 4000, kind, steps=3)
     for steps in on_threads(4, trace, case):
@@ -86,19 +80,17 @@ def test_gaussiank_is_the_sum_of_about_k_of_each_rank(kind: str) -> None:
         assert all(0.8 * wanted(case) <= count <= 1.25 * wanted(case) for count in counts)
 
 
-@SIZES
-@pytest.mark.parametrize("kind", ["heavy tails", "correlated ranks", "skew"])
-def test_paper_delivers_the_k_largest_of_the_sum_of_each_ranks_k_largest(size: int, kind: str) -> None:
-    case = Case(OkTopk(density=0.1, mode="paper", **PLAIN), size, 200, kind)
+@given(size=sizes, kind=st.sampled_from(KINDS[:3]), seed=seeds)
+def test_paper_delivers_the_k_largest_of_the_sum_of_each_ranks_k_largest(size: int, kind: str, seed: int) -> None:
+    case = Case(OkTopk(density=0.1, mode="paper", **PLAIN), size, 200, kind, seed=seed)
     expected = largest(sum(largest(grad, 20) for grad in gradients(case)), 20)
     assert close(delivered(case), expected)
 
 
-@SIZES
-@pytest.mark.parametrize("kind", ["heavy tails", "correlated ranks"])
-def test_bounded_delivers_the_largest_of_each_region(size: int, kind: str) -> None:
+@given(size=sizes, kind=st.sampled_from(KINDS[:2]), seed=seeds)
+def test_bounded_delivers_the_largest_of_each_region(size: int, kind: str, seed: int) -> None:
     """With room enough for all (slack 8), so that only the owners' choice is left to see: demand/P of each region."""
-    case = Case(OkTopk(density=0.1, slack=8.0, **PLAIN), size, 200, kind)
+    case = Case(OkTopk(density=0.1, slack=8.0, **PLAIN), size, 200, kind, seed=seed)
     selected = torch.stack([largest(grad, 20) for grad in gradients(case)])
     regions = [selected[:, i * 200 // size : (i + 1) * 200 // size] for i in range(size)]
     shares = [math.ceil(int(region.count_nonzero()) / size) for region in regions]
