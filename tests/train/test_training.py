@@ -240,7 +240,7 @@ def test_all_ranks_hold_the_same_weights_after_200_steps(tmp_path: Path, tiny: S
 
 def nudge_rank_1(rank: int) -> None:
     """Change one weight of rank 1, by as little as there is, after its third step."""
-    tell = loop.Trainer._tell
+    tell = loop.Trainer._write
 
     def nudged(self: loop.Trainer, *args: Any) -> None:
         tell(self, *args)
@@ -248,7 +248,7 @@ def nudge_rank_1(rank: int) -> None:
             weights = next(self.net.parameters()).data.view(-1)
             weights[5] = torch.nextafter(weights[5], torch.tensor(math.inf))
 
-    loop.Trainer._tell = nudged  # type: ignore[method-assign]
+    loop.Trainer._write = nudged  # type: ignore[method-assign]
 
 
 def test_a_weight_that_differs_is_an_error_on_all_ranks(tmp_path: Path, tiny: Settings) -> None:

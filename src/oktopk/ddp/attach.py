@@ -217,6 +217,10 @@ class Attached:
         """Return what all steps so far did; `print` shows it as a table."""
         return self._engine.summary
 
+    def flush(self) -> None:
+        """Write the records of all steps so far to the sinks; on the device path this waits for the steps."""
+        self._engine.flush_records(delay=0)
+
     def detach(self) -> None:
         """Go back to plain DDP: end what is under way, join the worker, close the sinks; what is held back stays."""
         hook = hook_of(self._model())

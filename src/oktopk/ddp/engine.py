@@ -357,11 +357,12 @@ class Engine:
         self._summary.add_(record)
         self._unwritten.append(record)
 
-    def flush_records(self) -> None:
+    def flush_records(self, delay: int = READBACK_DELAY - 1) -> None:
         """Write the records of the steps made since the last time to the sinks, but for those that may still run."""
         try:
-            self.drain(but=READBACK_DELAY - 1)
-            self._write()
+            with self._drain_lock:
+                self.drain(but=delay)
+                self._write()
         except BaseException as error:  # whatever it is, the next backward() must hear of it, and the other ranks too
             self.comm.fail(error)
             self.failure = self.failure or error

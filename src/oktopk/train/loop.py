@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.cuda.readback import READBACK_DELAY
 from oktopk.telemetry import StepRecord
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes
@@ -79,7 +82,10 @@ class Trainer:
             lr=rates.lr,
             momentum=rates.momentum,
             nesterov=rates.momentum > 0,
+            fused=self.device.type == "cuda",  # which takes `found_inf`, see `_update`
         )
+        self._records: SimpleQueue[StepRecord] = SimpleQueue()
+        self._unfinished: deque[_Step] = deque()
         self.sparse = oktopk.attach(
             self.model,
             config.algorithm(),
@@ -87,7 +93,8 @@ class Trainer:
             exclude=travel_dense(self.net, config.density),
             clip=config.clip if config.clip and config.clip_place == "local" else None,
             momentum=config.momentum if config.momentum_correction else None,
-            on_nonfinite="skip",  # the loop tells what it was, and stops if it has to
+            on_nonfinite="skip",  # the loop reports it, and stops if it has to
+            sinks=[self._records.put],
             timeout=config.timeout_s,
         )
         self.progress = Progress()
@@ -156,35 +163,42 @@ class Trainer:
         self._end_epoch(time.perf_counter() - start)
 
     def _step(self, batches: Iterator[Batch]) -> None:
-        """Make one step: forward and backward, the exchange within backward, the update; then tell what it was."""
-        laps, buffers = _Laps(), [buffer.clone() for buffer in self.net.buffers()]
+        """Make one step: forward and backward, the exchange within backward, the update.
+
+        On a GPU the host only enqueues it. The record comes through a sink some steps later, see `_finish_steps`.
+        """
+        laps, buffers = _Laps(self.device), [buffer.clone() for buffer in self.net.buffers()]
         work = [batch.to(self.device) for batch in islice(batches, self.config.nsteps_update)]
         laps.end("data")
         loss = self._forward_backward(work)
-        made = self.sparse.last
-        assert made is not None
         laps.end("compute")
-        wait = min(made.wait_seconds or 0.0, laps.seconds["compute"])
-        laps.seconds.update(compute=laps.seconds["compute"] - wait, wait=wait)
-        characters = sum(int(batch.target_lengths.sum()) for batch in work)
-        utterances = sum(len(batch.frames) for batch in work)
-        if made.skipped:
-            self._put_back(buffers)
-        rates = self.config.rates_at(self.progress.epoch, made.phase)
-        norm = None if made.skipped else self._update(made.phase, rates)
+        rates = self.config.rates_at(self.progress.epoch, self._phase)
+        norm = self._update(rates, buffers)
+        figures = torch.stack([loss, norm]).to("cpu", non_blocking=True)
         laps.end("update")
-        own = {"loss": loss, "utterances": utterances, "characters": characters, "split": laps.seconds}
-        row = to_row({**vars(made), **own, "residual_norm": self._residual_norm(made)})
-        ranks = [from_row(each) for each in gather(row)]
-        self._check_health(made, ranks, rates.lr, norm)
-        self._tell(made, ranks, rates, norm)
+        step = _Step(
+            rates=rates,
+            laps=laps,
+            figures=figures,
+            utterances=sum(len(batch.frames) for batch in work),
+            characters=sum(int(batch.target_lengths.sum()) for batch in work),
+            residual_norm=self._residual_norm(),
+        )
+        self._unfinished.append(step)
+        self.progress.step, self.progress.step_of_epoch = self.progress.step + 1, self.progress.step_of_epoch + 1
+        self._finish_steps(but=READBACK_DELAY if self.device.type == "cuda" else 0)
 
-    def _residual_norm(self, made: StepRecord) -> float | None:
+    @property
+    def _phase(self) -> str:
+        """The phase of the next step."""
+        return "dense" if self.config.is_dense or self.progress.step < self.config.dense_steps else "sparse"
+
+    def _residual_norm(self) -> float | None:
         """Return the norm of this rank's residual, None in steps in which it is not measured."""
-        due = made.phase == "sparse" and not made.skipped and made.step % RESIDUAL_EVERY == 0
+        due = self._phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
         return self.sparse.residual_norm() if due else None
 
-    def _forward_backward(self, work: list[Batch]) -> float:
+    def _forward_backward(self, work: list[Batch]) -> Tensor:
         """Return this rank's loss, averaged over the passes; the gradients are summed over them, and then exchanged."""
         self.optimizer.zero_grad()
         losses = []
@@ -194,29 +208,51 @@ class Trainer:
                 log_probs, frames = self.model(batch.inputs, batch.frames)
                 loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths) / len(work)
                 loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-        return math.fsum(losses)
+            losses.append(loss.detach().double())
+        return torch.stack(losses).sum()
 
-    def _put_back(self, buffers: list[Tensor]) -> None:
-        """Leave no trace of a skipped step: one NaN in a running mean would stay there for ever."""
-        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    def _update(self, rates: Rates, buffers: list[Tensor]) -> Tensor:
+        """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before.
 
-    def _update(self, phase: str, rates: Rates) -> float:
-        """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before."""
-        clipped = self.config.clip_place == "global" or phase == "dense"  # the exchange clips its sparse steps only
+        A skipped step delivers NaN. It changes no weight and no buffer; on a GPU the device alone decides that.
+        """
+        clipped = self.config.clip_place == "global" or self._phase == "dense"  # the exchange clips sparse steps only
         clip = self.config.clip if self.config.clip and clipped else math.inf
-        norm = float(clip_grad_norm_(self.net.parameters(), clip))
+        norm = clip_grad_norm_(self.net.parameters(), clip)
+        skipped = ~torch.isfinite(norm)
         set_rates(self.optimizer, rates)
-        self.optimizer.step()
+        update(self.optimizer, skipped)
+        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
+            buffer.copy_(torch.where(skipped, before, buffer))
         return norm
+
+    def _finish_steps(self, but: int = 0) -> None:
+        """Check and write the steps that were made, except for the last few, which the GPU may not have finished."""
+        if not but:
+            self.sparse.flush()
+        while len(self._unfinished) > but:
+            step = self._unfinished.popleft()
+            made = self._records.get(timeout=self.config.timeout_s)
+            loss, norm = step.figures_on_host()
+            seconds = step.laps.seconds()
+            wait = min(made.wait_seconds or 0.0, seconds["compute"])
+            own = {
+                "loss": loss,
+                "utterances": step.utterances,
+                "characters": step.characters,
+                "residual_norm": None if made.skipped else step.residual_norm,
+                "split": {**seconds, "compute": seconds["compute"] - wait, "wait": wait},
+            }
+            ranks = [from_row(each) for each in gather(to_row({**vars(made), **own}))]
+            self._check_health(made, ranks, step.rates.lr, None if made.skipped else norm)
+            self._write(made, ranks, step.rates, None if made.skipped else norm)
 
     def _check_health(self, made: StepRecord, ranks: list[dict[str, Any]], lr: float, norm: float | None) -> None:
         """Stop, or note, a step whose numbers mean nothing; every rank sees the same numbers, and does the same."""
         step, before = made.step, self.progress.grad_norm
         losses = [_loss_of(rank) for rank in ranks]
-        if made.skipped or not all(map(math.isfinite, losses)):
-            message = nonfinite_message(step, losses, lr, before, made.reason or "the loss is not finite")
+        if made.skipped or not all(map(math.isfinite, [*losses, norm or 0.0])):
+            message = nonfinite_message(step, losses, lr, before, made.reason or "loss or gradient norm is not finite")
             self._warn_or_stop("non-finite", step, message)
             return
         per_character = [rank["loss"] * rank["utterances"] / max(1.0, rank["characters"]) for rank in ranks]
@@ -230,7 +266,7 @@ class Trainer:
             raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
         self.console.warn(message)
 
-    def _tell(self, made: StepRecord, ranks: list[dict[str, Any]], rates: Rates, norm: float | None) -> None:
+    def _write(self, made: StepRecord, ranks: list[dict[str, Any]], rates: Rates, norm: float | None) -> None:
         progress, losses = self.progress, [_loss_of(rank) for rank in ranks]
         loss = finite(math.fsum(losses) / len(losses))
         if loss is not None:
@@ -251,16 +287,10 @@ class Trainer:
         )
         self.run_logger.step(record)
         self.console.step(record)
-        if made.phase == "sparse" and made.step == self.sparse_from:
+        if made.phase == "sparse" and made.step == self.config.dense_steps:
             self._announce_sparse(made)
         if norm is not None:
             progress.grad_norm = norm
-        progress.step, progress.step_of_epoch = progress.step + 1, progress.step_of_epoch + 1
-
-    @property
-    def sparse_from(self) -> int:
-        """The first sparse step."""
-        return self.config.dense_steps
 
     def _announce_sparse(self, made: StepRecord) -> None:
         ratio = "n/a" if made.compression_ratio is None else f"{made.compression_ratio:.1f}"
@@ -272,6 +302,7 @@ class Trainer:
         self.console.say(message)
 
     def _end_epoch(self, seconds: float) -> None:
+        self._finish_steps()
         progress = self.progress
         last = progress.epoch + 1 == self.config.max_epochs or self._is_over()
         due = last or (progress.epoch + 1) % self.config.validate_every == 0
@@ -306,6 +337,7 @@ class Trainer:
             self._checkpoint(best=False)
 
     def _checkpoint(self, best: bool) -> None:
+        self._finish_steps()
         digest = check_same_weights(self.net, self.progress.step)
         shared = {
             "net": self.net.state_dict(),
@@ -365,13 +397,62 @@ def _loss_of(rank: dict[str, Any]) -> float:
     return math.nan if rank["loss"] is None else rank["loss"]
 
 
-class _Laps:
-    """A stopwatch with named laps."""
+def update(optimizer: torch.optim.SGD, skipped: Tensor) -> None:
+    """Make a step of the optimizer unless `skipped`; a fused optimizer decides that on its device."""
+    if not optimizer.defaults["fused"]:
+        if not skipped:
+            optimizer.step()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            # A first step that is skipped would leave a buffer that was never written.
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+    optimizer.grad_scale, optimizer.found_inf = None, skipped.float()  # type: ignore[attr-defined]
+    optimizer.step()
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
-        self._last = time.perf_counter()
+
+@dataclass(kw_only=True)
+class _Step:
+    """A step that was made; `figures` are loss and gradient norm, on their way to the host."""
+
+    rates: Rates
+    laps: _Laps
+    figures: Tensor
+    utterances: int
+    characters: int
+    residual_norm: float | None
+
+    def figures_on_host(self) -> list[float]:
+        """Return loss and gradient norm, once the device has made them."""
+        self.laps.wait()
+        return self.figures.tolist()
+
+
+class _Laps:
+    """A stopwatch with named laps, in the time of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.end("start")
 
     def end(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
+        """End a lap, which begins where the last one ended."""
+        if self._on_gpu:
+            mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append((name, mark))
+
+    def wait(self) -> None:
+        """Wait until the device has reached the end of the last lap."""
+        if self._on_gpu:
+            self._marks[-1][1].synchronize()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the laps."""
+        return {
+            name: start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+            for (_, start), (name, end) in pairwise(self._marks)
+        }
