@@ -1,4 +1,4 @@
-"""A corpus of four utterances in AN4's layout, in each of the forms in which people have it, and files that are bad."""
+"""A corpus of four utterances in AN4's layout, in each of the forms in which people have it, and files with a fault."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from oktopk.train.data.manifest import write_manifest
+
 RATE_HZ = 16_000
-FORMS = ("big", "little", "sphere", "wav")
 TRAIN = {"fash/an251-fash-b": "YES", "fash/an252-fash-b": "A B C", "mgah/cen1-mgah-b": "TWENTY ONE"}
 VAL = {"fcaw/an406-fcaw-b": "RUBOUT G M"}
 LICENCE = b"Copyright (c) somebody. Keep this.\n"
+
+BAD_AUDIO = ["wrong rate", "stereo", "empty", "unreadable", "missing"]
+FAULTS = [*BAD_AUDIO, "bad text", "too short"]
 
 
 def tone(seconds: float = 1.0, hz: float = 220.0, rate_hz: int = RATE_HZ) -> NDArray[np.int16]:
@@ -25,7 +29,7 @@ def tone(seconds: float = 1.0, hz: float = 220.0, rate_hz: int = RATE_HZ) -> NDA
 
 
 def samples_of(name: str) -> NDArray[np.int16]:
-    """Return what is recorded as `name`; another length and pitch for each."""
+    """Return the recording of `name`; another length and pitch for each."""
     which = sorted([*TRAIN, *VAL]).index(name)
     return tone(1.0 + 0.25 * which, 200 + 50 * which)
 
@@ -75,11 +79,38 @@ def pack(made: dict[str, bytes], path: Path, *extra: tarfile.TarInfo, mode: str 
     return path
 
 
-def utterance(
-    folder: Path, name: str, samples: NDArray[np.int16], text: str = "YES", **how: object
-) -> tuple[Path, Path]:
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return all files below a folder."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def utterance(folder: Path, name: str, samples: NDArray[np.int16], text: str = "YES") -> tuple[Path, Path]:
     """Write one recording and its text into `folder`."""
     wav, txt = folder / f"{name}.wav", folder / f"{name}.txt"
-    soundfile.write(wav, samples, how.get("rate_hz", RATE_HZ), subtype="PCM_16", format="WAV")
+    soundfile.write(wav, samples, RATE_HZ, subtype="PCM_16", format="WAV")
     txt.write_text(text + "\n", encoding="utf-8")
     return wav, txt
+
+
+def manifest_of(path: Path, seconds: list[float]) -> Path:
+    """Write utterances of these lengths and a manifest of them."""
+    path.mkdir(exist_ok=True)
+    write_manifest(path / "m.csv", [utterance(path, f"u{i}", tone(s)) for i, s in enumerate(seconds)])
+    return path / "m.csv"
+
+
+def spoilt(folder: Path, fault: str) -> Path:
+    """Write an utterance with one fault; return the file that has it."""
+    text = {"bad text": "CAFÉ 1", "too short": "TWENTY ONE"}.get(fault, "YES")
+    wav, txt = utterance(folder, fault.replace(" ", "-"), tone(0.02 if fault == "too short" else 1.0), text)
+    if fault == "wrong rate":
+        soundfile.write(wav, tone(rate_hz=8000), 8000)
+    elif fault == "stereo":
+        soundfile.write(wav, np.stack([tone(), tone()], axis=1), RATE_HZ)
+    elif fault == "empty":
+        soundfile.write(wav, tone(0), RATE_HZ)
+    elif fault == "unreadable":
+        wav.write_bytes(b"RIFF, and then nothing that makes sense")
+    elif fault == "missing":
+        wav.unlink()
+    return txt if fault == "bad text" else wav

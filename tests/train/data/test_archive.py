@@ -33,8 +33,10 @@ def read(path: Path) -> dict[str, bytes]:
     return read_files(path, lambda _: True)
 
 
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME], ids=bytes.decode)
-@pytest.mark.parametrize("size", [6 * GIB, 100_000, -1024])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(tarfile.XHDTYPE, 6 * GIB), (tarfile.XGLTYPE, 100_000), (tarfile.GNUTYPE_LONGNAME, -1024), (tarfile.XHDTYPE, -1)],
+)
 def test_a_header_of_gigabytes_is_refused_before_it_is_read(tmp_path: Path, kind: bytes, size: int) -> None:
     trap = write(tmp_path / "a.tgz", header("x", size, kind), bytes(200_000))
     with pytest.raises(DataError, match=rf"has a header of {size} bytes, more than 64 KiB"):
@@ -42,7 +44,7 @@ def test_a_header_of_gigabytes_is_refused_before_it_is_read(tmp_path: Path, kind
 
 
 def test_a_header_that_is_there_in_full_takes_no_memory(tmp_path: Path) -> None:
-    size = 100 << 20
+    size = 40 << 20
     trap = write(tmp_path / "a.tgz", header("x", size, tarfile.XHDTYPE), bytes(size))
     tracemalloc.start()
     with pytest.raises(DataError, match="has a header of"):
@@ -58,19 +60,21 @@ def test_a_member_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path,
         read(write(tmp_path / "a.tgz", header("big.wav", size)))
 
 
+def with_records(path: Path, records: bytes, member: bytes) -> Path:
+    """Write a pax header of these records, and the member that they are about."""
+    padded = records.ljust(-(-len(records) // 512) * 512, b"\0")
+    return write(path, header("x", len(records), tarfile.XHDTYPE), padded, member)
+
+
 def test_a_pax_record_that_makes_a_member_larger_is_refused(tmp_path: Path) -> None:
-    record = b"19 size=9999999999\n"
-    parts = header("x", len(record), tarfile.XHDTYPE), record.ljust(512, b"\0"), header("big.wav", 5)
     with pytest.raises(DataError, match=r"'big\.wav' of 9999999999 bytes"):
-        read(write(tmp_path / "a.tgz", *parts))
+        read(with_records(tmp_path / "a.tgz", b"19 size=9999999999\n", header("big.wav", 5)))
 
 
 @pytest.mark.parametrize("record", [b"7 size=", b"0 a=b\n", b"99 a=b\n", b"x a=b\n", b"11 size=-5\n", b"9" * 5000])
 def test_a_bad_pax_record_is_refused(tmp_path: Path, record: bytes) -> None:
-    padded = record.ljust(archive._in_blocks(len(record)), b"\0")
-    parts = header("x", len(record), tarfile.XHDTYPE), padded, header("a.wav", 0)
     with pytest.raises(DataError, match="is no whole tar archive"):
-        read(write(tmp_path / "a.tgz", *parts))
+        read(with_records(tmp_path / "a.tgz", record, header("a.wav", 0)))
 
 
 def test_a_compressed_bomb_ends_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +99,20 @@ def test_sparse_files_are_refused(tmp_path: Path) -> None:
     """A map of pieces can be as long as it likes, and has been read without end."""
     with pytest.raises(DataError, match=r"'a\.wav' that is .*sparse; refused"):
         read(write(tmp_path / "gnu.tgz", header("a.wav", 0, tarfile.GNUTYPE_SPARSE)))
-    record = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
-    parts = header("x", len(record), tarfile.XHDTYPE), record.ljust(512, b"\0"), header("a.wav", 512), b"9" * 512
+    records = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
     with pytest.raises(DataError, match="has a sparse file; refused"):
-        read(write(tmp_path / "pax.tgz", *parts))
+        read(with_records(tmp_path / "pax.tgz", records, header("a.wav", 512) + b"9" * 512))
 
 
-@pytest.mark.parametrize("how", ["w", "w:gz", "w:bz2", "w:xz"])
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [
+        ("w", tarfile.USTAR_FORMAT),
+        ("w:gz", tarfile.GNU_FORMAT),
+        ("w:bz2", tarfile.PAX_FORMAT),
+        ("w:xz", tarfile.PAX_FORMAT),
+    ],
+)
 def test_what_tarfile_writes_is_read(tmp_path: Path, how: str, form: int) -> None:
     """Long names, names outside of ASCII, empty files, folders; also of sizes about those of a block."""
     names = {"short.wav": 0, "a/" + 60 * "b/" + "deep.wav": 511, "a/one.wav": 512, "a/two.wav": 513}

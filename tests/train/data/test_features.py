@@ -16,15 +16,18 @@ def tone(hertz: float, samples: int = 16_000) -> torch.Tensor:
     return 0.3 * torch.sin(2 * torch.pi * hertz * torch.arange(samples) / 16_000)
 
 
-@pytest.mark.parametrize("samples", [1, 100, 159, 160, 161, 319, 320, 16_000, 16_001])
+@pytest.mark.parametrize("samples", [1, 159, 160, 161, 320, 16_001])
 def test_a_frame_every_ten_milliseconds(samples: int) -> None:
     assert spectrogram(noise(samples)).shape == (161, 1 + samples // 160)
 
 
-@pytest.mark.parametrize("bin_", [5, 20, 88, 140])
-def test_a_tone_peaks_at_its_bin(bin_: int) -> None:
-    peaks = spectrogram(tone(50.0 * bin_)).argmax(0)[2:-2]
-    assert torch.equal(peaks, torch.full_like(peaks, bin_))
+def test_a_tone_peaks_at_its_bin_and_a_click_at_its_frame() -> None:
+    for bin_ in (5, 88, 140):
+        peaks = spectrogram(tone(50.0 * bin_)).argmax(0)[2:-2]
+        assert torch.equal(peaks, torch.full_like(peaks, bin_))
+    click = torch.zeros(1600)
+    click[800] = 1.0
+    assert spectrogram(click).sum(0).argmax() == 5
 
 
 def test_the_values_are_normalised_logs_of_hamming_windowed_magnitudes() -> None:
@@ -36,20 +39,11 @@ def test_the_values_are_normalised_logs_of_hamming_windowed_magnitudes() -> None
     assert np.abs(spectrogram(torch.from_numpy(samples)).numpy() - wanted).max() < 1e-9
 
 
-def test_a_frame_is_centred_on_its_hop() -> None:
-    click = torch.zeros(1600)
-    click[800] = 1.0
-    assert spectrogram(click).sum(0).argmax() == 5
-
-
-@pytest.mark.parametrize("loudness", [1.0, 1e-4])
-def test_normalised(loudness: float) -> None:
-    values = spectrogram(noise(5000) * loudness)
-    assert values.mean().abs() < 1e-4
-    assert (values.std(correction=0) - 1).abs() < 1e-3
-
-
-def test_silence_is_zeros() -> None:
+def test_quiet_noise_is_normalised_and_silence_is_zeros() -> None:
+    for loudness in (1.0, 1e-4):
+        values = spectrogram(noise(5000) * loudness)
+        assert values.mean().abs() < 1e-4
+        assert (values.std(correction=0) - 1).abs() < 1e-3
     assert torch.equal(spectrogram(torch.zeros(5000)), torch.zeros(161, 32))
 
 
@@ -59,11 +53,13 @@ def test_refuses_what_is_no_recording(shape: tuple[int, ...]) -> None:
         spectrogram(torch.zeros(shape))
 
 
-def test_the_same_generator_gives_the_same_variation() -> None:
+def test_the_same_generator_gives_the_same_variation_and_no_variation_the_same_samples() -> None:
     samples = noise(3000)
     first, again, other = (Augmentation().apply(samples, torch.Generator().manual_seed(seed)) for seed in (7, 7, 8))
     assert torch.equal(first, again)
     assert first.shape != other.shape
+    still = Augmentation(speed=(1.0, 1.0), gain_db=(0.0, 0.0))
+    assert torch.allclose(still.apply(samples, torch.Generator()), samples, atol=1e-6)
 
 
 def test_variations_stay_within_bounds_and_fill_them() -> None:
@@ -75,12 +71,6 @@ def test_variations_stay_within_bounds_and_fill_them() -> None:
     assert 1.13 < max(speeds) <= 1.1501
     assert -6 <= min(gains) < -5.5
     assert 7.5 < max(gains) <= 8
-
-
-def test_no_variation_is_the_same_samples() -> None:
-    still = Augmentation(speed=(1.0, 1.0), gain_db=(0.0, 0.0))
-    samples = noise(3000)
-    assert torch.allclose(still.apply(samples, torch.Generator()), samples, atol=1e-6)
 
 
 def test_faster_is_shorter_and_higher() -> None:

@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 from oktopk.errors import OktopkError
 from oktopk.train.data.labels import BLANK, LABELS, LabelError, ctc_frames, decode, encode
 
-texts = st.text(alphabet=LABELS[1:])
 
-
-@given(texts)
-def test_what_is_encoded_is_decoded(text: str) -> None:
+@given(st.text(alphabet=LABELS[1:]))
+def test_a_text_is_decoded_and_needs_a_path_without_equal_neighbours(text: str) -> None:
     assert decode(encode(text)) == text
     assert BLANK not in encode(text)
+    path: list[int] = []
+    for label in encode(text):
+        path += [BLANK, label] if path[-1:] == [label] else [label]
+    assert ctc_frames(encode(text)) == len(path)
 
 
 @given(st.text())
@@ -28,29 +30,12 @@ def test_a_text_is_encoded_or_every_character_outside_is_named_once(text: str) -
     assert all(repr(c) in str(caught.value) for c in outside)
 
 
-@given(texts)
-def test_ctc_needs_a_path_without_equal_neighbours(text: str) -> None:
-    path: list[int] = []
-    for label in encode(text):
-        path += [BLANK, label] if path[-1:] == [label] else [label]
-    assert ctc_frames(encode(text)) == len(path)
-
-
-def test_there_are_29_and_the_blank_is_first() -> None:
+def test_there_are_29_the_blank_is_first_and_no_character_of_a_text() -> None:
     assert LABELS == "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
     assert len(LABELS) == 29
     assert (BLANK, encode("'AZ ")) == (0, [1, 2, 27, 28])
-
-
-def test_repeats_and_blanks_stay() -> None:
     assert decode([2, 2, 0, 2]) == "AA_A"
-
-
-def test_the_blank_is_no_character_of_a_text() -> None:
     with pytest.raises(LabelError, match="'_'"):
         encode("A_B")
-
-
-def test_small_letters_are_told_what_to_do() -> None:
     with pytest.raises(OktopkError, match="capitals"):
         encode("yes")

@@ -14,31 +14,21 @@ from hypothesis import strategies as st
 from oktopk.train.data import manifest as module
 from oktopk.train.data.errors import DataError
 from oktopk.train.data.manifest import check_manifest, output_frames, read_manifest, write_manifest
-from tests.train.data.corpus import tone, utterance
-from tests.train.data.test_audio import bad
-
-
-def folder_of(path: Path, seconds: list[float]) -> Path:
-    """Write utterances of these lengths and a manifest of them."""
-    path.mkdir(exist_ok=True)
-    write_manifest(path / "m.csv", [utterance(path, f"u{i}", tone(s)) for i, s in enumerate(seconds)])
-    return path / "m.csv"
+from tests.train.data.corpus import FAULTS, manifest_of, spoilt, tone, utterance
 
 
 @given(st.lists(st.integers(10, 60), min_size=1, max_size=6))
-def test_what_is_written_is_read_from_short_to_long(tmp_path: Path, hundredths: list[int]) -> None:
-    found = read_manifest(folder_of(tmp_path, [h / 100 for h in hundredths]))
+def test_utterances_are_read_from_short_to_long_as_they_were_written(tmp_path: Path, hundredths: list[int]) -> None:
+    found = read_manifest(manifest_of(tmp_path, [h / 100 for h in hundredths]))
     assert [round(100 * u.duration_s) for u in found] == sorted(hundredths)
     assert {u.wav.name for u in found} == {f"u{i}.wav" for i in range(len(hundredths))}
     assert {u.text for u in found} == {"YES"}
 
 
 def test_a_folder_can_be_moved(tmp_path: Path) -> None:
-    manifest = folder_of(tmp_path / "here", [0.5, 0.2])
-    before = manifest.read_text()
+    assert manifest_of(tmp_path / "here", [0.5, 0.2]).read_text() == "u1.wav,u1.txt\nu0.wav,u0.txt\n"
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert [u.wav.parent for u in read_manifest(tmp_path / "there" / "m.csv")] == [tmp_path / "there"] * 2
-    assert before == "u1.wav,u1.txt\nu0.wav,u0.txt\n"
 
 
 def test_a_manifest_of_another_tool_is_understood(tmp_path: Path) -> None:
@@ -53,9 +43,8 @@ def test_a_manifest_of_another_tool_is_understood(tmp_path: Path) -> None:
 @given(st.integers(200, 7000))
 def test_frames_are_those_of_the_spectrogram_and_the_convolution(num_samples: int) -> None:
     """Against torch: a centred spectrogram of hop 160, then a convolution of width 11, padding 5 and stride 2."""
-    frames = torch.stft(
-        torch.ones(num_samples), 320, 160, window=torch.ones(320), center=True, return_complex=True
-    ).shape[1]
+    ones = torch.ones(num_samples)
+    frames = torch.stft(ones, 320, 160, window=torch.ones(320), center=True, return_complex=True).shape[1]
     after = torch.nn.functional.conv1d(torch.ones(1, 1, frames), torch.ones(1, 1, 11), stride=2, padding=5).shape[2]
     assert output_frames(num_samples) == after
 
@@ -63,58 +52,36 @@ def test_frames_are_those_of_the_spectrogram_and_the_convolution(num_samples: in
 def test_the_shortest_recording_that_ctc_can_align(tmp_path: Path) -> None:
     """AAB needs A, blank, A, B: 4 frames of the net, 7 or 8 of the spectrogram, 960 samples."""
     for num_samples, problems in ((960, 0), (959, 1)):
-        pair = utterance(tmp_path, "u", np.ones(num_samples, np.int16), "AAB")
-        write_manifest(tmp_path / "m.csv", [pair])
-        found = check_manifest(tmp_path / "m.csv")
-        assert [p.kind for p in found] == ["too short"] * problems
+        write_manifest(tmp_path / "m.csv", [utterance(tmp_path, "u", np.ones(num_samples, np.int16), "AAB")])
+        assert [p.kind for p in check_manifest(tmp_path / "m.csv")] == ["too short"] * problems
     with pytest.raises(DataError, match=r"u\.wav: 0\.06 s give 3 frames and 'AAB' needs 4"):
         read_manifest(tmp_path / "m.csv")
 
 
-def spoil(folder: Path, kind: str) -> Path:
-    """Write an utterance with one thing wrong with it; return the file that is to be named."""
-    name = kind.replace(" ", "-")
-    if kind == "bad text":
-        return utterance(folder, name, tone(), "CAFÉ 1")[1]
-    if kind == "too short":
-        return utterance(folder, name, tone(0.02), "TWENTY ONE")[0]
-    return bad(folder, kind)
-
-
-KINDS = ["missing", "empty", "unreadable", "wrong rate", "stereo", "bad text", "too short"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reading_names_the_first_file_that_will_not_do(tmp_path: Path, kind: str) -> None:
-    manifest = folder_of(tmp_path, [0.5])
-    named = spoil(tmp_path, kind)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_reading_names_the_first_file_with_a_fault(tmp_path: Path, fault: str) -> None:
+    manifest, named = manifest_of(tmp_path, [0.5]), spoilt(tmp_path, fault)
     with manifest.open("a") as file:
         file.write(f"{named.stem}.wav,{named.stem}.txt\nnot-there.wav,not-there.txt\n")
     with pytest.raises(DataError) as caught:
         read_manifest(manifest)
-    assert (caught.value.kind, caught.value.path) == (kind, named)
+    assert (caught.value.kind, caught.value.path) == (fault, named)
 
 
 def test_checking_names_every_one_of_them(tmp_path: Path) -> None:
-    manifest = folder_of(tmp_path, [0.5])
-    named = [spoil(tmp_path, kind) for kind in KINDS]
+    manifest, named = manifest_of(tmp_path, [0.5]), [spoilt(tmp_path, fault) for fault in FAULTS]
     with manifest.open("a") as file:
         file.writelines(f"{path.stem}.wav,{path.stem}.txt\n" for path in named)
-    found = check_manifest(manifest)
-    assert [(p.kind, p.path, p.line) for p in found] == [
-        (kind, path, 2 + i) for i, (kind, path) in enumerate(zip(KINDS, named, strict=True))
-    ]
-    assert "'É'" in found[KINDS.index("bad text")].message
-    assert "'1'" in found[KINDS.index("bad text")].message
-
-
-def test_a_recording_and_its_text_can_both_be_bad(tmp_path: Path) -> None:
-    (tmp_path / "m.csv").write_text("a.wav,a.txt\n")
-    assert [p.path.name for p in check_manifest(tmp_path / "m.csv")] == ["a.wav", "a.txt"]
+        file.write("a.wav,a.txt\n")
+    *found, no_wav, no_txt = check_manifest(manifest)
+    wanted = [(fault, path, 2 + i) for i, (fault, path) in enumerate(zip(FAULTS, named, strict=True))]
+    assert [(p.kind, p.path, p.line) for p in found] == wanted
+    assert all(repr(c) in found[FAULTS.index("bad text")].message for c in "É1")
+    assert (no_wav.path.name, no_txt.path.name) == ("a.wav", "a.txt"), "both can have a fault"
 
 
 def test_a_text_may_not_be_empty_or_bytes(tmp_path: Path) -> None:
-    manifest = folder_of(tmp_path, [0.5])
+    manifest = manifest_of(tmp_path, [0.5])
     for content, said in ((b" \n", "empty"), (b"\xff\xfe\x00", "decode")):
         (tmp_path / "u0.txt").write_bytes(content)
         with pytest.raises(DataError, match=rf"u0\.txt: .*{said}"):
@@ -124,52 +91,45 @@ def test_a_text_may_not_be_empty_or_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no lines"),
         (b"\n \n", "no lines"),
         (b"a.wav\n", "line 1 is 'a.wav', wanted: wav,txt"),
         (b"a.wav,\n", "wanted: wav,txt"),
         (b"RIFF\xff\xff\xff", "no text of lines"),
+        (None, r"m\.csv: .*oktopk data an4"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused_by_name(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_manifest_that_is_none_is_refused_by_name(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "m.csv"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(DataError, match=said) as caught:
         read_manifest(path)
     assert caught.value.path == path
     assert [(p.path, p.line) for p in check_manifest(path)] == [(path, 0)]
 
 
-def test_a_manifest_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.csv: .*oktopk data an4"):
-        read_manifest(tmp_path / "nowhere.csv")
-
-
-def test_a_bad_recording_leaves_the_old_manifest(tmp_path: Path) -> None:
-    manifest = folder_of(tmp_path, [0.5])
+def test_a_bad_recording_or_a_full_disk_leaves_the_old_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(tmp_path, [0.5])
     before = manifest.read_bytes()
     with pytest.raises(DataError):
-        write_manifest(manifest, [(bad(tmp_path, "stereo"), tmp_path / "u0.txt")])
+        write_manifest(manifest, [(spoilt(tmp_path, "stereo"), tmp_path / "u0.txt")])
     assert manifest.read_bytes() == before
-
-
-def test_a_full_disk_leaves_the_old_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder_of(tmp_path, [0.5])
-    before = path.read_bytes()
 
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(module.csv, "writer", full)
     with pytest.raises(OSError, match="no space"):
-        write_manifest(path, [(tmp_path / "u0.wav", tmp_path / "u0.txt")])
-    assert path.read_bytes() == before
+        write_manifest(manifest, [(tmp_path / "u0.wav", tmp_path / "u0.txt")])
+    assert manifest.read_bytes() == before
 
 
 def test_headers_of_a_whole_corpus_are_read_in_a_second(tmp_path: Path) -> None:
     wav, _ = utterance(tmp_path, "u", tone(0.2))
     for i in range(948):
-        shutil.copy(wav, tmp_path / f"{i}.wav")
+        (tmp_path / f"{i}.wav").hardlink_to(wav)
     (tmp_path / "m.csv").write_text("".join(f"{i}.wav,u.txt\n" for i in range(948)))
     began = time.process_time()
     assert len(read_manifest(tmp_path / "m.csv")) == 948
