@@ -227,8 +227,7 @@ def device_step(supported: Callable[..., bool] = lambda *_: True) -> Iterator[Se
         first(*theirs)
 
     with (
-        mock.patch("oktopk.reducer.supports_device_step", supported),
-        mock.patch("oktopk.ddp.engine.supports_device_step", supported),
+        mock.patch("oktopk.cuda.step.supports_device_step", supported),
         mock.patch.object(Graphs, "run", replay),
     ):
         yield seen
@@ -237,5 +236,5 @@ def device_step(supported: Callable[..., bool] = lambda *_: True) -> Iterator[Se
 @contextmanager
 def broken_readback(message: str) -> Iterator[None]:
     """Let the host fail when it reads the stats of a device step."""
-    with mock.patch("oktopk.cuda.readback.Readback.read", side_effect=RuntimeError(message)):
+    with mock.patch("oktopk.steps.readback.Readback.read", side_effect=RuntimeError(message)):
         yield

@@ -21,7 +21,6 @@ PROMISED = {
     "MemorySink",
     "MeteredComm",
     "MismatchError",
-    "Momentum",
     "NonFiniteError",
     "OkTopk",
     "OktopkError",

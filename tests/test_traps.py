@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk import NonFiniteError, OkTopk, Reducer, Sparse
-from oktopk.algorithms.base import Reduced, observe
+from oktopk.algorithms.base import Algorithm, Reduced, StepInput
 from oktopk.codec import Codec
 from oktopk.codec.values import WIRES
 from oktopk.partition import consensus, even_cuts
@@ -24,26 +24,22 @@ SPARSE_NAMES = [name for name in COVER if name != "dense"]
 EXACT_NAMES = [name for name in NAMES if name.endswith("fp32")]  # no rounding: a coordinate goes whole or stays
 
 
-class Spy:
+class Spy(Algorithm):
     """An algorithm that does what another does, and keeps what it was given and what it returned."""
 
-    def __init__(self, algorithm: Any) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.seen: list[tuple[Tensor, Reduced]] = []
-
-    @property
-    def sends_input_status(self) -> bool:
-        return getattr(self.algorithm, "sends_input_status", False)
 
     def init(self, numel: int, comm: Any, **more: Any) -> Any:
         return self.algorithm.init(numel, comm, **more)
 
-    def observe(self, state: Any, acc: Tensor, held: Tensor) -> None:
-        observe(self.algorithm, state, acc, held)
+    def measure(self, state: Any, acc: Tensor, residual: Tensor) -> Tensor | None:
+        return self.algorithm.measure(state, acc, residual)
 
-    def reduce(self, acc: Tensor, state: Any, comm: Any) -> Reduced:
+    def reduce_step(self, acc: Tensor, state: Any, comm: Any, inputs: StepInput) -> Reduced:
         before = acc.clone()
-        reduced = self.algorithm.reduce(acc, state, comm)
+        reduced = self.algorithm.reduce_step(acc, state, comm, inputs)
         self.seen.append((before, reduced))
         return reduced
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from oktopk import Algorithm, Comm
-from oktopk.algorithms.base import InputStatus, observe, reduce_if_fine, takes_segments
+from oktopk.algorithms.base import InputStatus, StepInput, check_finite
 from oktopk.codec.values import WIRES
 from oktopk.comm import MeteredComm
 from oktopk.feedback import Residual
@@ -146,9 +146,10 @@ class Exchange:
         if part.state is None:
             part.state = _init(algorithm, part, self.layout, self.comm)
         numel = part.high - part.low
-        if weight is None and status == InputStatus.FINE:
-            observe(algorithm, part.state, ranked[span], self.residual.held[span])
-        reduced = reduce_if_fine(algorithm, ranked[span], part.state, self.comm, status)
+        fine = weight is None and status == InputStatus.FINE
+        measured = algorithm.measure(part.state, ranked[span], self.residual.held[span]) if fine else None
+        inputs = StepInput(status, measured=measured)
+        reduced = check_finite(algorithm.reduce_step(ranked[span], part.state, self.comm, inputs))
         self.selected_over_k = reduced.num_selected(numel) / num_selected(
             numel, self.setting.density_at(self.sparse_step)
         )
@@ -194,8 +195,8 @@ def _spans(setting: Setting, layout: Layout) -> list[tuple[int, int]]:
 
 def _init(algorithm: Algorithm, part: _Part, layout: Layout, comm: Comm) -> Any:
     numel = part.high - part.low
-    if takes_segments(algorithm) and numel == layout.large:
-        return algorithm.init(numel, comm, segments=layout.groups("row"))  # type: ignore[call-arg]
+    if numel == layout.large:
+        return algorithm.init_state(numel, comm, layout.groups("row"))
     return algorithm.init(numel, comm)
 
 

@@ -21,7 +21,6 @@ from oktopk.algorithms import (
 from oktopk.comm import Comm, MeteredComm, ProcessGroupComm, Traffic, run_local
 from oktopk.ddp.attach import Attached, attach, small_or_vector
 from oktopk.ddp.checkpoint import load_distributed, save_distributed
-from oktopk.ddp.context import Momentum
 from oktopk.errors import (
     InputError,
     MalformedError,
@@ -53,7 +52,6 @@ __all__ = [
     "MemorySink",
     "MeteredComm",
     "MismatchError",
-    "Momentum",
     "NonFiniteError",
     "OkTopk",
     "OktopkError",

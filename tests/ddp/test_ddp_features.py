@@ -487,8 +487,8 @@ ONE_REDUCED = threading.Event()
 class Telling(OkTopk):
     """Ok-Topk that says when a reduction is over, that is when all ranks have sent and received."""
 
-    def reduce(self, acc: Tensor, state: Any, comm: Any) -> Any:
-        reduced = super().reduce(acc, state, comm)
+    def reduce_step(self, acc: Tensor, state: Any, comm: Any, inputs: Any) -> Any:
+        reduced = super().reduce_step(acc, state, comm, inputs)
         ONE_REDUCED.set()
         return reduced
 

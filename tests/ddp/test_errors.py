@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-from oktopk import Dense, MemorySink, Momentum, OkTopk, TopkA
+from oktopk import Dense, MemorySink, OkTopk, TopkA
 from tests.ddp.harness import (
     Net,
     Raised,
@@ -158,7 +158,6 @@ def disagree_all() -> tuple[dict[str, Raised | None], int]:
         "exclude": {"exclude": odd("*bias", "*weight")},
         "exclude by a predicate": {"exclude": rank_dependent_rule},
         "clip": {"clip": odd(None, 1.0)},
-        "momentum": {"momentum": odd(0.9, Momentum(0.9, masking=False))},
         "density_schedule": {"density_schedule": odd([(2, 0.5)], [(3, 0.5)])},
         "on_nonfinite": {"on_nonfinite": odd("raise", "skip")},
         "scaler": {"scaler": odd(None, torch.amp.GradScaler("cpu"))},
@@ -183,7 +182,6 @@ def disagreements(worlds: Worlds) -> list[tuple[dict[str, Raised | None], int]]:
         "exclude",
         "exclude by a predicate",
         "clip",
-        "momentum",
         "density_schedule",
         "on_nonfinite",
         "scaler",

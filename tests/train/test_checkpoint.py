@@ -143,8 +143,7 @@ def test_at_another_number_of_workers_the_pending_update_is_the_same(
     folder.mkdir(exist_ok=True)
     torch.save({"version": 1, "size": old}, folder / "shared.pt")
     for rank, residual in enumerate(held):
-        velocity = {name: 2 * tensor for name, tensor in residual.items()}
-        torch.save({"oktopk": {"residual": residual, "velocity": velocity, "step": 7}}, folder / f"rank{rank}.pt")
+        torch.save({"oktopk": {"residual": residual, "step": 7}}, folder / f"rank{rank}.pt")
     loaded = [checkpoint.load(folder, rank, new)[1] for rank in range(new)]
     if old == new:
         assert all(torch.equal(own["oktopk"]["residual"]["w"], held[rank]["w"]) for rank, own in enumerate(loaded))
@@ -153,5 +152,4 @@ def test_at_another_number_of_workers_the_pending_update_is_the_same(
         before = torch.stack([residual[name] for residual in held]).mean(0)
         after = torch.stack([own["pending"]["residual"][name] for own in loaded]).mean(0)
         torch.testing.assert_close(after, before)
-        torch.testing.assert_close(loaded[0]["pending"]["velocity"][name], 2 * before)
     assert {own["pending"]["step"] for own in loaded} == {7}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oktopk import OkTopk, TopkA
 from oktopk.errors import SettingError
-from oktopk.train.config import Config, Rates, describe_settings, make_config, parse_pairs
+from oktopk.train.config import Config, describe_settings, make_config, parse_pairs
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,6 @@ def test_a_gradient_moves_the_weights_as_far_in_the_end_in_sparse_steps(
     assert after.lr / (1 - after.momentum) == pytest.approx(before.lr / (1 - before.momentum))
     same = Config(momentum=momentum, sparse_momentum=momentum, lr=lr)
     assert same.rates_at(epoch, "sparse") == same.rates_at(epoch, "dense")
-
-
-@pytest.mark.parametrize("phase", ["dense", "sparse"])
-def test_with_momentum_correction_the_optimizer_has_none(phase: str) -> None:
-    config = Config(momentum_correction=True)
-    assert config.rates_at(2, phase) == Rates(config.lr_at(2), 0.0)
 
 
 def test_the_algorithm_gets_the_settings_that_it_knows() -> None:

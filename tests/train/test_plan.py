@@ -69,7 +69,6 @@ def test_steps_add_up(utterances: int, workers: int, batch: int, passes: int, ep
         ({}, "momentum 0.9, in sparse steps 0.5 at 5 x lr,"),
         ({"compressor": "dense"}, "momentum 0.9,"),
         ({"sparse_momentum": 0.9}, "momentum 0.9,"),
-        ({"momentum_correction": True}, "momentum 0.9,"),
     ],
 )
 def test_the_momentum_is_told(settings: dict[str, Any], said: str) -> None:

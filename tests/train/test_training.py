@@ -327,7 +327,6 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, ti
         pytest.param(1, (2, 3, 17, 31), {}, marks=pytest.mark.long),
         (2, (2, 3, 8, 13), {}),  # dense, at the boundary, between epochs, sparse
         pytest.param(2, (3,), {"nsteps_update": 2}, marks=pytest.mark.long),
-        (2, (5,), {"momentum_correction": True}),
         pytest.param(2, (3, 5), {"sparse_momentum": 0.0}, marks=pytest.mark.long),
         (2, (5,), {"augment": True, "clip_place": "local"}),
         pytest.param(2, (5,), {"compressor": "topka"}, marks=pytest.mark.long),
@@ -586,16 +585,6 @@ def test_every_compressor_trains(tmp_path: Path, tiny: Settings, name: str) -> N
     sparse = 0 if compressor == "dense" else 4
     assert [step["phase"] for step in ended.steps] == ["dense"] * (6 - sparse) + ["sparse"] * sparse
     assert ended.digests(0) == ended.digests(1) != []
-    assert_all_finite(ended)
-
-
-@pytest.mark.slow
-def test_momentum_correction_trains(tmp_path: Path, tiny: Settings) -> None:
-    ended = succeed(tmp_path / "run", 2, **tiny, momentum_correction=True)
-    plain = succeed(tmp_path / "plain", 2, **tiny)
-    assert all("momentum_buffer" not in state for state in ended.shared["optimizer"]["state"].values())
-    assert {(step["lr"], step["momentum"]) for step in ended.steps} == {(tiny["lr"], 0.0)}
-    assert not same_weights(ended, plain)
     assert_all_finite(ended)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from oktopk.algorithms.base import Algorithm, Reduced
+from oktopk.algorithms.base import Algorithm, Reduced, as_algorithm
 from oktopk.algorithms.dense import Dense
 from oktopk.algorithms.gaussiank import GaussianK
 from oktopk.algorithms.gtopk import GTopk
@@ -49,5 +49,6 @@ __all__ = [
     "Reduced",
     "TopkA",
     "TopkDSA",
+    "as_algorithm",
     "make_algorithm",
 ]

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from oktopk.codec.values import check_wire
-from oktopk.errors import InputError, MismatchError, NonFiniteError, within
+from oktopk.errors import InputError, MismatchError, NonFiniteError, SettingError, within
 from oktopk.kernels.reference import is_finite
 from oktopk.prefilter import Prefilter
 from oktopk.selection import Ranking, largest, num_selected
 from oktopk.sparse import Sparse
-from oktopk.state import TRANSIENT
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -86,28 +85,129 @@ class StepStats:
         return StepStats(reduced.num_selected(numel), pairs, owners, reduced.threshold, reduced.global_threshold)
 
 
-class Algorithm(Protocol):
-    """Anything with these two methods is an algorithm."""
+@dataclass(frozen=True)
+class StepInput:
+    """What an algorithm may be told of a step beside acc.
 
-    def init(self, numel: int, comm: Comm) -> Any:
-        """Return the state for vectors of `numel` elements."""
+    status       this rank's `InputStatus`
+    prefilter    the large elements of acc, as its `prefilter` asked for them
+    measured     the result of its `measure`
+    """
+
+    status: int = 0
+    prefilter: Prefilter | None = None
+    measured: Tensor | None = None
+
+
+class Algorithm:
+    """Base class of all algorithms: `init` and `reduce` make one, the rest are options."""
+
+    density: float = 1.0
+
+    def init(self, numel: int, comm: Comm) -> Any:  # noqa: ARG002
+        """Return the state for vectors of `numel` elements: plain data, saved in checkpoints."""
+        return State(numel)
 
     def reduce(self, acc: Tensor, state: Any, comm: Comm) -> Reduced:
-        """Return what this step delivers of `acc`, which it may overwrite only where all of it is taken."""
+        """Return the sum that this step delivers of `acc`, which it may overwrite only where all of it is taken."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name of the class, for messages and checkpoints."""
+        return type(self).__name__
+
+    @property
+    def given(self) -> Any:
+        """The object that the user gave."""
+        return self
+
+    @property
+    def has_density(self) -> bool:
+        """Whether the density is a setting."""
+        return is_dataclass(self.given) and "density" in (each.name for each in fields(self.given))
+
+    @property
+    def takes_segments(self) -> bool:
+        """Whether `init` has an argument for the lengths of the rows."""
+        parameters = inspect.signature(self.given.init).parameters.values()
+        return any(parameter.name == "segments" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def init_state(self, numel: int, comm: Comm, segments: Sequence[int]) -> Any:
+        """Return `init` with the segments, if it takes them."""
+        extra = {"segments": segments} if segments and self.takes_segments else {}
+        return self.init(numel, comm, **extra)
+
+    def with_density(self, density: float) -> Algorithm:
+        """Return the same algorithm with another density."""
+        if not self.has_density:
+            raise SettingError(f"{self.name} has no density to set")
+        return as_algorithm(replace(self.given, density=density))
+
+    def prefilter(self, state: Any) -> Prefilter | None:  # noqa: ARG002
+        """Return the place for candidates, noted while acc is made; None if the algorithm does not want them."""
+        return None
+
+    def measure(self, state: Any, acc: Tensor, residual: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return a measurement of this step's gradient, acc - residual, if the algorithm wants one."""
+        return None
+
+    def reduce_step(self, acc: Tensor, state: Any, comm: Comm, inputs: StepInput) -> Reduced:
+        """Return `reduce`, or raise on every rank, once all ranks know all input statuses."""
+        InputStatus.raise_if_any(InputStatus.gather(inputs.status, acc.device, comm), acc.numel())
+        return self.reduce(acc, state, comm)
+
+
+@dataclass(frozen=True)
+class _Adapted(Algorithm):
+    """An object with `init` and `reduce` as an `Algorithm`."""
+
+    inner: Any
+
+    @property
+    def density(self) -> float:  # type: ignore[override]
+        return float(getattr(self.inner, "density", 1.0))
+
+    @property
+    def name(self) -> str:
+        return type(self.inner).__name__
+
+    @property
+    def given(self) -> Any:
+        return self.inner
+
+    def init(self, numel: int, comm: Comm, **extra: Any) -> Any:
+        return self.inner.init(numel, comm, **extra)
+
+    def reduce(self, acc: Tensor, state: Any, comm: Comm) -> Reduced:
+        reduced: Reduced = self.inner.reduce(acc, state, comm)
+        return reduced
+
+
+def as_algorithm(algorithm: Any) -> Algorithm:
+    """Return the object itself if it is an `Algorithm`; any other with `init` and `reduce` is adapted."""
+    return algorithm if isinstance(algorithm, Algorithm) else _Adapted(algorithm)
+
+
+def check_finite(reduced: Reduced) -> Reduced:
+    """Return the result of a reduction; raise, on every rank alike, if it is not finite."""
+    total = reduced.sum.value if isinstance(reduced.sum, Sparse) else reduced.sum
+    if not is_finite(total):
+        raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is: nothing was delivered")
+    return reduced
 
 
 @dataclass
 class State:
-    """What the built-in algorithms keep between steps; `status` is this rank's word on its own input."""
+    """State of the baselines: the length of the vector, and the number of the next step."""
 
     numel: int
     step: int = 0
-    status: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparsifier:
-    """What the sparse baselines have in common: a density, a wire, and nothing to remember."""
+class Sparsifier(Algorithm):
+    """Base class of the sparse baselines: a density, a wire, and nothing to remember."""
 
     density: float = 0.01
     wire: str = "fp32"
@@ -115,10 +215,6 @@ class Sparsifier:
     def __post_init__(self) -> None:
         within("density", self.density, 0, 1, open_low=True)
         check_wire(self.wire)
-
-    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
-        """Return an empty state."""
-        return State(numel)
 
 
 @dataclass
@@ -130,8 +226,6 @@ class OkTopkState(State):
     threshold: float = 0.0
     global_threshold: float = 0.0
     floor: float = 0.0
-    prefilter: Prefilter | None = field(default=None, metadata=TRANSIENT)
-    measured: Tensor | None = field(default=None, metadata=TRANSIENT)
 
 
 class InputStatus:
@@ -181,39 +275,6 @@ class InputStatus:
                 )
             if reason == InputStatus.WRONG_DTYPE:
                 raise InputError(f"rank {rank} came with another dtype or device than at its first step")
-
-
-def reduce_if_fine(algorithm: Algorithm, acc: Tensor, state: Any, comm: Comm, status: int) -> Reduced:
-    """Reduce, or raise on every rank, once all know all verdicts: from the algorithm's messages, or from ours."""
-    if getattr(algorithm, "sends_input_status", False):
-        state.status = status
-    else:
-        InputStatus.raise_if_any(InputStatus.gather(status, acc.device, comm), acc.numel())
-    reduced = algorithm.reduce(acc, state, comm)
-    total = reduced.sum.value if isinstance(reduced.sum, Sparse) else reduced.sum
-    if not is_finite(total):  # the same bits, so the same verdict, on every rank
-        raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is: nothing was delivered")
-    return reduced
-
-
-def takes_segments(algorithm: Algorithm) -> bool:
-    """Whether `init` wants to know the lengths of the parameter tensors too."""
-    parameters = inspect.signature(algorithm.init).parameters.values()
-    return any(parameter.name == "segments" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def make_prefilter(algorithm: Algorithm, state: Any) -> Prefilter | None:
-    """Return where the algorithm wants to be told what is large while acc is made; None if it does not."""
-    ask = getattr(algorithm, "make_prefilter", None)
-    prefilter: Prefilter | None = None if ask is None or state is None else ask(state)
-    return prefilter
-
-
-def observe(algorithm: Algorithm, state: Any, acc: Tensor, held: Tensor) -> None:
-    """Show the algorithm this step's gradient, acc - held, before it reduces acc, if it wants to see it."""
-    ask = getattr(algorithm, "observe", None)
-    if ask is not None:
-        ask(state, acc, held)
 
 
 def num_wanted(state: State, density: float) -> int:

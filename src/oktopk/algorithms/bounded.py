@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import InputStatus, OkTopkState, Reduced, fitting, taken_of
+from oktopk.algorithms.base import InputStatus, OkTopkState, Reduced, StepInput, fitting, taken_of
 from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
@@ -51,15 +51,17 @@ SEEN_SAMPLE = 1 << 15
 """Of what was seen, so many tell the threshold, within about 1 % of k."""
 
 
-def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, slack: float) -> Reduced:
+def reduce(
+    acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput, codec: Codec, k: int, slack: float
+) -> Reduced:
     """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected."""
     capacity = room(k, slack, comm.size)
     if k == state.numel:  # all of it fits into even regions alone
         state.cuts = even_cuts(state.numel, comm.size)
     with comm.phase("select"):
-        wanted = _select_locally(acc, state, k, int(slack * k))
+        wanted = _select_locally(acc, state, inputs, k, int(slack * k))
     with comm.phase("pack"):
-        blocks, sent, lost = _pack(wanted, capacity, state, codec)
+        blocks, sent, lost = _pack(wanted, capacity, state, inputs.status, codec)
     with comm.phase("exchange"):
         arrived = comm.all_to_all(blocks)
     with comm.phase("reduce"):
@@ -83,15 +85,14 @@ def room(k: int, slack: float, size: int) -> int:
     return math.ceil(slack * k / size)
 
 
-def _select_locally(acc: Tensor, state: OkTopkState, k: int, limit: int) -> Sparse:
+def _select_locally(acc: Tensor, state: OkTopkState, inputs: StepInput, k: int, limit: int) -> Sparse:
     """Return what reaches this step's threshold, which it sets; nothing of a refused input."""
-    prefilter, state.prefilter = state.prefilter, None
-    measured, state.measured = state.measured, None
-    if state.status != InputStatus.FINE:
+    prefilter = inputs.prefilter
+    if inputs.status != InputStatus.FINE:
         return Sparse.empty(state.numel, acc)
-    if measured is not None:
+    if inputs.measured is not None:
         # Each rank's own scales: an owner alone decides what it keeps, so nothing has to be agreed upon.
-        state.ranking.rescale_(measured)
+        state.ranking.rescale_(inputs.measured)
         prefilter = None  # above floors of other scales
     found = None if prefilter is None else _among_seen(prefilter, state, k)
     if found is None:
@@ -121,13 +122,15 @@ def _among_seen(prefilter: Prefilter, state: OkTopkState, k: int) -> Sparse | No
     return Sparse(index.index_select(0, chosen), value.index_select(0, chosen), state.numel)
 
 
-def _pack(wanted: Sparse, capacity: int, state: OkTopkState, codec: Codec) -> tuple[Tensor, Tensor, Tensor | None]:
+def _pack(
+    wanted: Sparse, capacity: int, state: OkTopkState, status: int, codec: Codec
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
     parts = wanted.between(state.cuts)
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
     fits = [fitting(part, capacity, state) for part in parts]
     errors = [
-        codec.encode_into_(block, fit, capacity, note=state.status or InputStatus.of(InputStatus.FINE, part.nnz))
+        codec.encode_into_(block, fit, capacity, note=status or InputStatus.of(InputStatus.FINE, part.nnz))
         for block, part, fit in zip(blocks, parts, fits, strict=True)
     ]
     return blocks, torch.cat([fit.index for fit in fits]), join_errors(errors)

@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import EVERYTHING, Reduced, State
+from oktopk.algorithms.base import EVERYTHING, Algorithm, Reduced, State
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
+class Dense(Algorithm):
     """The backend's own all_reduce."""
-
-    def init(self, numel: int, comm: Comm) -> State:  # noqa: ARG002
-        """Return an empty state."""
-        return State(numel)
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of everything."""

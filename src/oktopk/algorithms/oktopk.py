@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from oktopk.algorithms import bounded, oktopk_paper
-from oktopk.algorithms.base import OkTopkState, Reduced, num_wanted
+from oktopk.algorithms.base import Algorithm, InputStatus, OkTopkState, Reduced, StepInput, num_wanted
 from oktopk.codec import Codec
 from oktopk.codec.values import WIRES
 from oktopk.errors import one_of, within
@@ -31,7 +31,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OkTopk:
+class OkTopk(Algorithm):
     """Ok-Topk.
 
     density             the part of the elements that a step delivers, in (0, 1]
@@ -71,11 +71,6 @@ class OkTopk:
         within("rescale_every", self.rescale_every, 1)
         within("cap", self.cap, 1)
 
-    @property
-    def sends_input_status(self) -> bool:
-        """Whether the algorithm's own messages tell the ranks that one of them refuses its input."""
-        return self.mode == "bounded"
-
     def init(self, numel: int, comm: Comm, segments: Sequence[int] = ()) -> OkTopkState:
         """Return the state before the first sparse step: even regions, no thresholds, all scales 1."""
         scaled = self.ranking == "scaled" and len(segments)
@@ -88,29 +83,38 @@ class OkTopk:
             return Codec(numel, self.wire)
         return Codec(numel, "int8" if num_selected(numel, self.density) < numel else "fp32")
 
-    def make_prefilter(self, state: OkTopkState) -> Prefilter | None:
-        """Return where to note what may be selected while acc is made (bounded)."""
+    def prefilter(self, state: OkTopkState) -> Prefilter | None:
+        """Return the place for candidates, noted while acc is made (bounded)."""
         if self.mode == "paper" or self.density > bounded.SPARSE_ENOUGH:
             return None
-        state.prefilter = bounded.make_prefilter(state)
-        return state.prefilter
+        return bounded.make_prefilter(state)
 
-    def observe(self, state: OkTopkState, acc: Tensor, held: Tensor) -> None:
-        """Measure this step's gradient, acc - held, by segments, if that is due."""
-        if len(state.ranking.scale) > 1 and state.step % self.rescale_every == 0:
-            state.measured = state.ranking.mean_squares(acc, held)
+    def measure(self, state: OkTopkState, acc: Tensor, residual: Tensor) -> Tensor | None:
+        """Return the mean squares of this step's gradient by segments, if that is due."""
+        if len(state.ranking.scale) == 1 or state.step % self.rescale_every:
+            return None
+        return state.ranking.mean_squares(acc, residual)
 
     def reduce(self, acc: Tensor, state: OkTopkState, comm: Comm) -> Reduced:
         """Return about k pairs: the largest of the sum of what the ranks selected."""
+        return self._reduce(acc, state, comm, StepInput())
+
+    def reduce_step(self, acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput) -> Reduced:
+        """Return the same; in bounded mode the input statuses ride in the headers of its messages."""
+        if self.mode == "paper":
+            InputStatus.raise_if_any(InputStatus.gather(inputs.status, acc.device, comm), acc.numel())
+        return self._reduce(acc, state, comm, inputs)
+
+    def _reduce(self, acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput) -> Reduced:
         k, codec = num_wanted(state, self.density), self.codec(state.numel)
         if self.mode == "bounded":
-            reduced = bounded.reduce(acc, state, comm, codec, k, self.slack)
+            reduced = bounded.reduce(acc, state, comm, inputs, codec, k, self.slack)
         else:
             due = oktopk_paper.Due(
                 repartition=state.step % self.repartition_every == 0,
                 rethreshold=state.step % self.rethreshold_every == 0,
             )
-            reduced = oktopk_paper.reduce(acc, state, comm, codec, k, int(self.cap * k), due)
+            reduced = oktopk_paper.reduce(acc, state, comm, inputs, codec, k, int(self.cap * k), due)
         state.ranking.commit_()
         state.step += 1
         return reduced

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, fitting, taken_of
+from oktopk.algorithms.base import OkTopkState, Reduced, StepInput, fitting, taken_of
 from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError
 from oktopk.partition import balanced_cuts, consensus
@@ -50,10 +50,12 @@ class Due:
     rethreshold: bool
 
 
-def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, cap: int, due: Due) -> Reduced:
+def reduce(
+    acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput, codec: Codec, k: int, cap: int, due: Due
+) -> Reduced:
     """Return about k pairs: the largest of the sum of what the ranks selected, at most `cap`."""
     with comm.phase("agree"):
-        _agree_on_scales_(state, acc.device, comm)
+        _agree_on_scales_(state, inputs.measured, acc.device, comm)
     with comm.phase("select"):
         selected = _select_locally(acc, state, k, cap, due.rethreshold)
         sent = selected.index
@@ -69,9 +71,8 @@ def reduce(acc: Tensor, state: OkTopkState, comm: Comm, codec: Codec, k: int, ca
     return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold, rounding)
 
 
-def _agree_on_scales_(state: OkTopkState, device: torch.device, comm: Comm) -> None:
+def _agree_on_scales_(state: OkTopkState, measured: Tensor | None, device: torch.device, comm: Comm) -> None:
     """Take the mean over ranks of what they measured of their gradients, if this step measures."""
-    measured, state.measured = state.measured, None
     if measured is not None:
         state.ranking.rescale_(comm.all_reduce(measured.to(device)).cpu() / comm.size)
 

@@ -25,22 +25,21 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.algorithms import Algorithm, make_algorithm
+from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
 from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.cuda.events import record_event, wait_event
 from oktopk.ddp.config import DDPConfig, Exclusion, checked_rules
-from oktopk.ddp.context import Momentum
 from oktopk.ddp.engine import Bucket, Engine
-from oktopk.ddp.group import make_groups
 from oktopk.ddp.hook import check_alone_in_backward, check_model, hook_of, register
 from oktopk.ddp.loss_scale import scaler_of_this_backward, watch_scalers
 from oktopk.ddp.mixed_precision import gradient_dtype
 from oktopk.ddp.thread import WorkerThread
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
 from oktopk.kernels import kernels_for
+from oktopk.steps import make_groups
 from oktopk.telemetry import SINK_PATIENCE_S, Sink, Sinks, StepRecord, Summary
 
-VERSION = 2
+VERSION = 3
 SMALL = 16_384
 
 
@@ -56,7 +55,6 @@ def attach(
     dense_steps: int = 128,
     exclude: Exclusion | Iterable[Exclusion] = small_or_vector,
     clip: float | None = None,
-    momentum: float | Momentum | None = None,
     density_schedule: Sequence[tuple[int, float]] | None = None,
     on_nonfinite: str = "raise",
     scaler: Any = None,
@@ -70,10 +68,9 @@ def attach(
     exclude             what travels dense: glob patterns of names, predicates of (name, parameter), or several of both
     clip                sparse steps: this rank's gradient is scaled to a norm of at most clip / sqrt(P) before the
                         exchange. The norm is known when backward is over, so that the two do not overlap then
-    momentum            DGC's momentum correction, in place of the optimizer's momentum: a factor, or a `Momentum`
     density_schedule    [(steps, density), ...] for the first sparse steps; then the algorithm's own density
-    on_nonfinite        "raise": NaN or Inf on any rank is an error in backward() on all; "skip": the step delivers NaN,
-                        which GradScaler or your own check will see, and the residuals are as if it had not been
+    on_nonfinite        "raise": NaN or Inf on any rank is an error in backward() on all; "skip": the step delivers
+                        zeros, or NaN under a GradScaler, which then skips its step. The residuals stay as they were
     scaler              your torch.amp.GradScaler: residuals are kept in unscaled units, whatever the scale does. If
                         none is given, `GradScaler.scale` is wrapped to find the one that scaled each loss. Anything
                         with is_enabled() and get_scale() will do
@@ -83,17 +80,16 @@ def attach(
     """
     check_model(ddp_model)
     config = DDPConfig(
-        algorithm=make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm,
+        algorithm=_algorithm_of(algorithm),
         dense_steps=int(within("dense_steps", dense_steps, 0)),
         exclude=exclude if isinstance(exclude, str) or callable(exclude) else tuple(exclude),
         clip=None if clip is None else within("clip", clip, 0, open_low=True),
-        momentum=Momentum(momentum) if isinstance(momentum, (int, float)) else momentum,
         density_schedule=_checked_schedule(density_schedule),
         on_nonfinite=one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip")),
         scaled=scaler is not None and bool(scaler.is_enabled()),
     )
-    if config.density_schedule:
-        _check_has_density(config.algorithm)
+    for _, density in config.density_schedule:
+        config.algorithm.with_density(density)
     if not config.scaled:
         watch_scalers()
     attached = Attached(ddp_model, config, scaler, sinks, group, timeout)
@@ -181,7 +177,7 @@ class Attached:
     @property
     def residual(self) -> dict[str, Tensor]:
         """A copy of what this rank has not delivered yet, by parameter, flat."""
-        return {name: tensor for group in self._engine.groups for name, tensor in group.by_name()["residual"].items()}
+        return {name: tensor for group in self._engine.groups for name, tensor in group.by_name().items()}
 
     def residual_norm(self) -> float:
         """Return the norm of what this rank has not delivered yet: a pass over all of it, so not for every step."""
@@ -189,24 +185,23 @@ class Attached:
         return math.hypot(*norms)
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> Any:
         """The algorithm of the sparse steps. May be set between steps, on all ranks alike; residuals stay."""
-        return self._engine.config.algorithm
+        return self._engine.config.algorithm.given
 
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm | str) -> None:
-        chosen = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-        self._engine.change(replace(self._engine.config, algorithm=chosen))
+        self._engine.change(replace(self._engine.config, algorithm=_algorithm_of(algorithm)))
 
     @property
     def density(self) -> float | None:
         """The density of the sparse steps, past any schedule. May be set between steps, on all ranks alike."""
-        return getattr(self._engine.config.algorithm, "density", None)
+        algorithm = self._engine.config.algorithm
+        return algorithm.density if algorithm.has_density else None
 
     @density.setter
     def density(self, density: float) -> None:
-        _check_has_density(self.algorithm)
-        self.algorithm = replace(self.algorithm, density=density)  # type: ignore[type-var]
+        self.algorithm = self._engine.config.algorithm.with_density(density)
 
     def exclude(self, exclude: Exclusion | Iterable[Exclusion]) -> None:
         """Make other parameters travel dense from the next step on; what is held back for them goes with it."""
@@ -231,16 +226,14 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on as if it had never stopped; every rank saves its own."""
         self._engine.save_()
-        kept = [group.by_name() for group in self._engine.groups]
         return {
             "version": VERSION,
             "algorithm": type(self.algorithm).__name__,
             "rank": self.rank,
             "size": self.size,
             "step": self._engine.next_step,
-            "residual": {name: t for group in kept for name, t in group["residual"].items()},
-            "velocity": {name: t for group in kept for name, t in group.get("velocity", {}).items()},
-            "lanes": [group.state_dict() for group in self._engine.groups],
+            "residual": self.residual,
+            "groups": [group.state_dict() for group in self._engine.groups],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -260,24 +253,24 @@ class Attached:
                     f"the state dict is of {what} {saved[what]!r}, here it is {ours!r}"
                     + ("; save_distributed and load_distributed change the world size" if what == "size" else "")
                 )
-        self.load_pending(saved["residual"], saved["velocity"], saved["step"])
-        self.load_groups(saved["lanes"])
+        self.load_residual(saved["residual"], saved["step"])
+        self.load_groups(saved["groups"])
 
-    def load_pending(self, residual: Mapping[str, Tensor], velocity: Mapping[str, Tensor], step: int) -> None:
-        """Hold these residuals (and velocities), by parameter, and go on at `step`."""
+    def load_residual(self, residual: Mapping[str, Tensor], step: int) -> None:
+        """Hold these residuals, by parameter, and go on at `step`."""
         self._engine.state_to_host()
         for group in self._engine.groups:
-            group.load_by_name_({"residual": residual, "velocity": velocity})
+            group.load_by_name_(residual)
             group.state = None
         self._engine.go_on_at(int(step))
 
     def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the algorithm's states; where they are not for what is asked for now, it starts anew."""
-        groups, comm = self._engine.groups, self._engine.comm
-        if [int(group["lane"]) for group in saved] != [group.fingerprint for group in groups]:
+        groups, comm, algorithm = self._engine.groups, self._engine.comm, self._engine.config.algorithm
+        if [int(group["group"]) for group in saved] != [group.fingerprint for group in groups]:
             self._say_it_starts_anew("for other groups of parameters than here")
             return
-        fits = [group.load_state_dict_(each, self.algorithm, comm) for group, each in zip(groups, saved, strict=True)]
+        fits = [group.load_state_dict_(each, algorithm, comm) for group, each in zip(groups, saved, strict=True)]
         if not all(fits):
             self._say_it_starts_anew(f"with another algorithm, mode or ranking than {self.algorithm}")
 
@@ -408,9 +401,8 @@ def _shut_down(
             dist.destroy_process_group(group)
 
 
-def _check_has_density(algorithm: Algorithm) -> None:
-    if not hasattr(algorithm, "density"):
-        raise SettingError(f"{type(algorithm).__name__} has no density to set")
+def _algorithm_of(algorithm: Algorithm | str) -> Algorithm:
+    return as_algorithm(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm)
 
 
 def _checked_schedule(schedule: Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:

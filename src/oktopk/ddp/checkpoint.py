@@ -50,23 +50,22 @@ def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
     )
     if size == attached.size:
         own = _nest(_load_rank(path, contents, rank, attached))
-        attached.load_pending(own["residual"], own.get("velocity", {}), step)
-        attached.load_groups([own["lanes"][number] for number in sorted(own["lanes"], key=int)])
+        attached.load_residual(own["residual"], step)
+        attached.load_groups([own["groups"][number] for number in sorted(own["groups"], key=int)])
     else:
-        mean = _nest(_mean_over_ranks(path, contents, size, attached))
-        attached.load_pending(mean["residual"], mean.get("velocity", {}), step)
+        attached.load_residual(_nest(_mean_over_ranks(path, contents, size, attached))["residual"], step)
 
 
 def _own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    groups = {str(i): {k: v for k, v in group.items() if v is not None} for i, group in enumerate(state["lanes"])}
-    return {"residual": state["residual"], "velocity": state["velocity"], "lanes": groups}
+    groups = {str(i): {k: v for k, v in group.items() if v is not None} for i, group in enumerate(state["groups"])}
+    return {"residual": state["residual"], "groups": groups}
 
 
 def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, attached: Attached) -> dict[str, Tensor]:
-    """Return the mean of all ranks' residuals and velocities, one old rank at a time."""
+    """Return the mean of all ranks' residuals, one old rank at a time."""
     total: dict[str, Tensor] = {}
     for rank in range(size):
-        for key, tensor in _load_rank(path, contents, rank, attached, skip="lanes").items():
+        for key, tensor in _load_rank(path, contents, rank, attached, skip="groups").items():
             total[key] = total[key] + tensor / size if key in total else tensor / size
     return total
 
@@ -103,10 +102,10 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tree that `_flatten` took apart. Below "residual" and "velocity" are names, which may have a slash."""
+    """Return the tree that `_flatten` took apart. Below "residual" are names, which may have a slash."""
     tree: dict[str, Any] = {}
     for path, tensor in flat.items():
-        *branches, leaf = path.split("/") if path.startswith("lanes/") else path.split("/", 1)
+        *branches, leaf = path.split("/") if path.startswith("groups/") else path.split("/", 1)
         node = tree
         for branch in branches:
             node = node.setdefault(branch, {})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm
-from oktopk.ddp.context import Momentum
 from oktopk.errors import SettingError
 
 Exclusion = str | Callable[[str, Tensor], bool]
@@ -25,7 +24,6 @@ class DDPConfig:
     dense_steps: int
     exclude: Exclusion | Iterable[Exclusion]
     clip: float | None
-    momentum: Momentum | None
     density_schedule: tuple[tuple[int, float], ...]
     on_nonfinite: str
     scaled: bool = False  # a GradScaler scales the loss
@@ -37,14 +35,15 @@ class DDPConfig:
             return None
         for steps, density in self.density_schedule:
             if sparse_step < steps:
-                return replace(self.algorithm, density=density)  # type: ignore[type-var]
+                return self.algorithm.with_density(density)
             sparse_step -= steps
         return self.algorithm
 
     def fingerprint(self, names: Iterable[str]) -> int:
         """Return a number that differs where ranks would not do the same."""
-        algorithm = self.algorithm if is_dataclass(self.algorithm) else type(self.algorithm).__qualname__
-        rest = (self.dense_steps, self.clip, self.momentum, self.density_schedule, self.on_nonfinite, self.scaled)
+        given = self.algorithm.given
+        algorithm = given if is_dataclass(given) else type(given).__qualname__
+        rest = (self.dense_steps, self.clip, self.density_schedule, self.on_nonfinite, self.scaled)
         return zlib.crc32(f"{algorithm} {rest} {list(names)}".encode())
 
     def travel_dense(self, parameters: Mapping[str, Tensor]) -> set[str]:

@@ -92,7 +92,6 @@ class Config:
     ranking: str = setting("magnitude", "oktopk: select by magnitude, or scaled (by the rms of the row's gradient)")
     mode: str = setting("bounded", "oktopk: bounded (a hard cap on traffic) or paper")
     wire: str = setting(AUTO, "values on the wire: fp32, bf16 or int8; auto: int8 with oktopk, else fp32")
-    momentum_correction: bool = setting(False, "DGC: momentum before selection, in place of the optimizer's")
 
     seed: int = setting(0, "seed of weights, order and augmentation", high=MAX_SEED)
     device: str = setting("auto", "auto: a GPU if there is one; cpu; cuda", choices=("auto", "cpu", "cuda"))
@@ -130,8 +129,6 @@ class Config:
     def rates_at(self, epoch: int, phase: str) -> Rates:
         """Return the optimizer's rates in a dense or a sparse step of an epoch."""
         lr = self.lr_at(epoch)
-        if self.momentum_correction:
-            return Rates(lr, 0.0)
         momentum = min(self.momentum, self.sparse_momentum) if phase == "sparse" else self.momentum
         return Rates(lr * (1 - momentum) / (1 - self.momentum) if momentum != self.momentum else lr, momentum)
 

@@ -92,7 +92,6 @@ class Trainer:
             dense_steps=NEVER if config.is_dense else config.dense_steps,
             exclude=travel_dense(self.net, config.density),
             clip=config.clip if config.clip and config.clip_place == "local" else None,
-            momentum=config.momentum if config.momentum_correction else None,
             on_nonfinite="skip",  # the loop reports it, and stops if it has to
             sinks=[self._records.put],
             timeout=config.timeout_s,
@@ -120,9 +119,9 @@ class Trainer:
             self.progress.step_of_epoch * self.plan.steps_per_epoch // shared["steps_per_epoch"]
         )
         if "pending" in own:  # another number of workers
-            self.sparse.load_pending(**own["pending"])
+            self.sparse.load_residual(**own["pending"])
         elif own["oktopk"]["algorithm"] != type(self.sparse.algorithm).__name__:  # another compressor
-            self.sparse.load_pending(*(own["oktopk"][name] for name in ("residual", "velocity", "step")))
+            self.sparse.load_residual(own["oktopk"]["residual"], own["oktopk"]["step"])
         else:
             self.sparse.load_state_dict(own["oktopk"])
         self.run_logger.go_on_from(self.progress.step, self.progress.epoch + self._is_over())

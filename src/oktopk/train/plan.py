@@ -59,9 +59,8 @@ class Plan:
 
     def _algorithm(self) -> Algorithm:
         """Return the algorithm as it sends on this device: where steps stay on a GPU, nothing is packed."""
-        config, algorithm = self.config, self.config.algorithm()
-        asks = config.momentum_correction or config.clip_place == "local"
-        if asks or not isinstance(algorithm, OkTopk):
+        algorithm = self.config.algorithm()
+        if not isinstance(algorithm, OkTopk):
             return algorithm
         stays = supports_device_step(algorithm, self.sparse_numel, torch.float32, torch.device(self.device))
         return replace(algorithm, wire="fp32") if stays else algorithm

@@ -1,4 +1,4 @@
-"""What a lane makes of gradients, wherever DDP has put them."""
+"""The reduction of a group's gradients, wherever DDP has put them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 
 from oktopk import Comm, run_local
 from oktopk.comm import MeteredComm
-from oktopk.ddp.context import StepContext
-from oktopk.ddp.group import make_groups
+from oktopk.steps import StepContext, Steps, make_groups
 
 
 def test_gradients_that_touch_in_two_storages_are_two() -> None:
@@ -19,7 +18,10 @@ def test_gradients_that_touch_in_two_storages_are_two() -> None:
         first, second = torch.from_numpy(memory[:8]), torch.from_numpy(memory[8:])
         assert first.data_ptr() + first.nbytes == second.data_ptr()
         (group,) = make_groups([("b", second), ("a", first)], cap_bytes=1 << 20)
-        group.start_({"a": first, "b": second}, StepContext(0, None), MeteredComm(comm))()
+        steps = Steps([group], MeteredComm(comm))
+        steps.begin(StepContext(0, None))
+        steps.start(group, [first, second], [first, second])
+        steps.finish()
         return [first.tolist(), second.tolist()]
 
     assert run_local(2, job) == [[list(range(8)), list(range(8, 12))]] * 2

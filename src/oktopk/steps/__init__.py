@@ -1,0 +1,111 @@
+"""The steps of a reduction, made on the host or on the device: the seam between algorithms and their drivers.
+
+    begin(context)                start a step; it chooses where the step is made
+    start(group, grads, outs)     reduce one group's gradients, as soon as they are there
+    finish(error)                 write the means and commit all groups, or none
+
+`Reducer` drives these with one tensor, `oktopk.ddp` with the buckets of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from oktopk.algorithms import Algorithm, OkTopk
+from oktopk.comm import MeteredComm
+from oktopk.cuda import step as cuda_step
+from oktopk.errors import NonFiniteError
+from oktopk.steps.context import StepContext
+from oktopk.steps.device import DeviceSteps
+from oktopk.steps.group import ParamGroup, ParamSlot, make_groups
+from oktopk.steps.host import HostSteps
+from oktopk.steps.made import MadeStep, StepLog
+from oktopk.steps.readback import READBACK_DELAY
+
+__all__ = [
+    "READBACK_DELAY",
+    "MadeStep",
+    "ParamGroup",
+    "ParamSlot",
+    "StepContext",
+    "StepLog",
+    "Steps",
+    "make_groups",
+]
+
+
+class GroupSteps(Protocol):
+    """Makes the steps of groups; `delay`: steps after which the host reads the stats of one."""
+
+    delay: int
+
+    def start(self, group: ParamGroup, grads: Sequence[Tensor], outs: Sequence[Tensor], context: StepContext) -> None:
+        """Start to write the mean over ranks of what this step delivers into `outs`, which may be `grads`."""
+
+    def finish(self, context: StepContext, error: NonFiniteError | None = None) -> MadeStep:
+        """End what was started; commit all groups unless there is an error, an earlier step's or this one's."""
+
+    def abandon(self) -> None:
+        """Forget the step that is being made."""
+
+    def save_(self) -> None:
+        """Copy the algorithm's states to the host, into the groups."""
+
+    def to_host(self) -> None:
+        """Bring the algorithm's states to the host, and keep none elsewhere."""
+
+
+class Steps:
+    """Makes each step on the device where it can stay there, on the host otherwise."""
+
+    def __init__(self, groups: Sequence[ParamGroup], comm: MeteredComm) -> None:
+        self._groups = groups
+        self._host, self._device = HostSteps(comm), DeviceSteps(comm)
+        self._current: GroupSteps = self._host
+        self.context = StepContext(0, None)
+
+    @property
+    def delay(self) -> int:
+        """Steps after which the host reads the stats of the current step."""
+        return self._current.delay
+
+    def on_device(self, algorithm: Algorithm | None, may_be_unused: bool = False) -> bool:
+        """Whether a step of this algorithm stays on the device."""
+        return (
+            isinstance(algorithm, OkTopk)
+            and not may_be_unused
+            and bool(self._groups)
+            and all(
+                cuda_step.supports_device_step(algorithm, group.numel, group.dtype, group.device)
+                for group in self._groups
+            )
+        )
+
+    def begin(self, context: StepContext) -> None:
+        """Begin a step, and forget one that was not finished."""
+        self._current.abandon()
+        if context.algorithm is not self.context.algorithm:
+            on_device = self.on_device(context.algorithm, context.may_be_unused)
+            self._current = self._device if on_device else self._host
+            if not on_device:
+                self._device.to_host()
+        self.context = context
+
+    def start(self, group: ParamGroup, grads: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Start to write the mean over ranks of what this step delivers into `outs`, which may be `grads`."""
+        self._current.start(group, grads, outs, self.context)
+
+    def finish(self, error: NonFiniteError | None = None) -> MadeStep:
+        """End what was started; commit all groups unless there is an error, an earlier step's or this one's."""
+        return self._current.finish(self.context, error)
+
+    def save_(self) -> None:
+        """Copy the algorithm's states to the host, into the groups."""
+        self._device.save_()
+
+    def to_host(self) -> None:
+        """Bring the algorithm's states to the host, and keep none elsewhere."""
+        self._device.to_host()
