@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
-from oktopk.cuda.readback import READBACK_DELAY
+from oktopk.steps import READBACK_DELAY
 from oktopk.telemetry import StepRecord
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes
