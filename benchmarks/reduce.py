@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oktopk import MeteredComm, OkTopk, ProcessGroupComm, Reducer, Traffic, run_local
+from oktopk import MeteredComm, OkTopk, OkTopkPaper, ProcessGroupComm, Reducer, Traffic, run_local
 from oktopk.bench.gradients import POOL, heavy_tailed, make_pool
 from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
 from oktopk.bench.threads import torch_threads
@@ -225,7 +225,7 @@ class TopK:
 def _contenders(numel: int, density: float) -> dict[str, Contender]:
     return {
         "oktopk bounded": Step(OkTopk(density=density, wire="fp32", ranking="magnitude"), numel),
-        "oktopk paper": Step(OkTopk(density=density, wire="fp32", ranking="magnitude", mode="paper"), numel),
+        "oktopk paper": Step(OkTopkPaper(density=density, wire="fp32", ranking="magnitude"), numel),
         "dense all_reduce": DenseSum(numel),
         "torch.topk alone": TopK(num_selected(numel, density)),
     }

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oktopk import Algorithm, Comm, Dense, GaussianK, GTopk, OkTopk, Reducer, TopkA, TopkDSA, run_local
+from oktopk import Algorithm, Comm, Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, TopkA, TopkDSA, run_local
 from oktopk.bench.threads import torch_threads
 from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
@@ -110,7 +110,7 @@ def _algorithms(density: float) -> dict[str, Algorithm]:
         "gtopk": GTopk(density=density),
         "gaussiank": GaussianK(density=density),
         "oktopk bounded": OkTopk(density=density, wire="fp32", ranking="magnitude"),
-        "oktopk paper": OkTopk(density=density, wire="fp32", ranking="magnitude", mode="paper"),
+        "oktopk paper": OkTopkPaper(density=density, wire="fp32", ranking="magnitude"),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, StepRecord, TopkA, TopkDSA
+from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, StepRecord, TopkA, TopkDSA
 from oktopk.codec.values import WIRES
 from oktopk.cuda.graphs import Graphs
 
@@ -23,18 +23,25 @@ PLAIN = {"ranking": "magnitude", "wire": "fp32"}
 """Ok-Topk as the paper has it: for tests that say what exactly is delivered."""
 
 
+def oktopk(mode: str, **settings: Any) -> OkTopk | OkTopkPaper:
+    """Return either form of Ok-Topk, with those of the settings that it has."""
+    cls = OkTopkPaper if mode == "paper" else OkTopk
+    known = {field.name for field in fields(cls)}
+    return cls(**{name: value for name, value in settings.items() if name in known})
+
+
 def algorithms(density: float, **periods: int) -> dict[str, Any]:
     """Return every algorithm in every setting that changes what it does, by name."""
     if "repartition_every" in periods:
         periods.setdefault("rescale_every", periods["repartition_every"])
-    made: dict[str, Any] = {"dense": Dense(), "oktopk-bounded-as-is": OkTopk(density=density, **periods)}
+    made: dict[str, Any] = {"dense": Dense(), "oktopk-bounded-as-is": oktopk("bounded", density=density, **periods)}
     for wire in WIRES:
         for cls in (TopkDSA, GTopk) if wire == "int8" else (TopkA, TopkDSA, GTopk, GaussianK):
             made[f"{cls.__name__.lower()}-{wire}"] = cls(density=density, wire=wire)
         for mode in ("bounded", "paper"):
             for ranking in ("scaled",) if wire == "int8" else ("magnitude", "scaled"):
-                made[f"oktopk-{mode}-{ranking}-{wire}"] = OkTopk(
-                    density=density, mode=mode, ranking=ranking, wire=wire, **periods
+                made[f"oktopk-{mode}-{ranking}-{wire}"] = oktopk(
+                    mode, density=density, ranking=ranking, wire=wire, **periods
                 )
     return made
 
@@ -213,7 +220,7 @@ class Seen:
 
 
 @contextmanager
-def device_step(supported: Callable[..., bool] = lambda *_: True) -> Iterator[Seen]:
+def device_step(supported: Callable[..., bool] = lambda algorithm, *_: isinstance(algorithm, OkTopk)) -> Iterator[Seen]:
     """Run Ok-Topk's steps as on a GPU, with the reference kernels, wherever `supported` says so.
 
     Captured work is replayed as a CUDA graph would: with tensors in the same places, the first time's, on its tensors.

@@ -82,7 +82,7 @@ def check_budget(case: Case, steps: Sequence[Step]) -> None:
     for rank, step in enumerate(steps):
         cost, words = predicted(case, rank), step.record.sent_bytes / WORD_BYTES
         assert cost.least <= words <= cost.most, f"{case}, rank {rank}: {words} words, {cost}"
-        if isinstance(case.algorithm, OkTopk) and case.algorithm.mode == "bounded":
+        if isinstance(case.algorithm, OkTopk):
             assert cost.least == cost.most
             assert words <= bounded_words(case)
 
@@ -113,8 +113,8 @@ def selected_limit(case: Case) -> int:
     """Return how many elements one rank may select in one step."""
     if isinstance(case.algorithm, Dense):
         return case.numel
-    factor = {"GaussianK": 1.25, "OkTopk": 2.0}.get(type(case.algorithm).__name__, 1.0)
-    if getattr(case.algorithm, "mode", "") == "bounded":
+    factor = {"GaussianK": 1.25, "OkTopkPaper": 2.0}.get(type(case.algorithm).__name__, 1.0)
+    if isinstance(case.algorithm, OkTopk):
         factor = case.algorithm.slack
     return min(max(int(factor * wanted(case)), 1), case.numel)
 

@@ -21,6 +21,7 @@ from oktopk import (
     NonFiniteError,
     OkTopk,
     OktopkError,
+    OkTopkPaper,
     PeerError,
     Reducer,
     SettingError,
@@ -29,7 +30,7 @@ from oktopk import (
     make_algorithm,
     run_local,
 )
-from tests.cases import COVER, Case, Step, algorithms, take_step, trace
+from tests.cases import COVER, Case, Step, algorithms, oktopk, take_step, trace
 from tests.harness import on_threads
 from tests.laws import check_conserved, predicted, same_bits, same_run
 
@@ -69,14 +70,9 @@ def test_an_unknown_algorithm(name: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"mode": "papper"}, "unknown mode.*Did you mean 'paper'"),
-        ({"mode": "Bounded"}, "unknown mode.*Did you mean 'bounded'"),
         ({"ranking": "scale"}, "unknown ranking.*Did you mean 'scaled'"),
         ({"slack": 0.5}, "slack must be at least 1"),
         ({"slack": math.nan}, "slack must be at least 1"),
-        ({"cap": 0}, "cap must be at least 1"),
-        ({"rethreshold_every": 0}, "rethreshold_every must be at least 1"),
-        ({"repartition_every": -3}, "repartition_every must be at least 1"),
         ({"rescale_every": 0}, "rescale_every must be at least 1"),
         ({"wire": "atuo"}, "unknown wire.*Did you mean .auto."),
         ({"densty": 0.1}, "setting of oktopk 'densty'.*Did you mean 'density'"),
@@ -84,6 +80,14 @@ def test_an_unknown_algorithm(name: str, hint: str) -> None:
 )
 def test_other_settings_that_cannot_be(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingError, match=says):
+        make_algorithm("oktopk", **settings)
+
+
+@pytest.mark.parametrize("settings", [{"cap": 0}, {"rethreshold_every": 0}, {"repartition_every": -3}], ids=str)
+def test_settings_of_the_paper_that_cannot_be(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=f"{next(iter(settings))} must be at least 1"):
+        make_algorithm("oktopk_paper", **settings)
+    with pytest.raises(SettingError, match="setting of oktopk "):
         make_algorithm("oktopk", **settings)
 
 
@@ -214,7 +218,7 @@ def test_a_right_out_is_filled_and_returned(name: str) -> None:
 # ---- segments
 
 
-BOUNDED, PAPER = (OkTopk(density=0.1, mode=mode, ranking="scaled") for mode in ("bounded", "paper"))
+BOUNDED, PAPER = (oktopk(mode, density=0.1, ranking="scaled") for mode in ("bounded", "paper"))
 SUMS = [[NUMEL - 1], [NUMEL, 1], [-1, NUMEL + 1], [10, 20]]
 NO_LENGTHS: list[Any] = [[30.5, 29.5], ["a"], [[30], [30]]]
 
@@ -241,7 +245,7 @@ def test_segments_that_cannot_be(algorithm: Any, segments: list[Any], kind: Any,
 DISAGREEING: dict[str, Callable[[Any, bool], Reducer]] = {
     "density": lambda comm, odd: Reducer(OkTopk(density=0.2 if odd else 0.1), comm),
     "algorithm": lambda comm, odd: Reducer(Dense() if odd else TopkA(), comm),
-    "mode": lambda comm, odd: Reducer(OkTopk(mode="paper" if odd else "bounded"), comm),
+    "form": lambda comm, odd: Reducer(OkTopkPaper() if odd else OkTopk(), comm),
     "segments": lambda comm, odd: Reducer(OkTopk(ranking="scaled"), comm, segments=[30, 30] if odd else [20, 40]),
     "on_nonfinite": lambda comm, odd: Reducer(Dense(), comm, on_nonfinite="skip" if odd else "raise"),
 }

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, SettingError, TopkA, TopkDSA
+from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, SettingError, TopkA, TopkDSA
 from oktopk.codec import HEADER_WORDS
 from oktopk.cost import Call, Cost, Machine, exactly, predict
-from tests.cases import NAMES, PLAIN, Case, algorithms, trace
+from tests.cases import NAMES, PLAIN, Case, algorithms, oktopk, trace
 from tests.harness import on_threads
 from tests.laws import WORD_BYTES, predicted, wanted
 
@@ -53,7 +53,7 @@ def test_predictions_are_the_literatures_formulas_plus_headers(size: int) -> Non
     dsa = predict(TopkDSA(), numel, size)
     assert dsa.typical - 3 * agreed == pytest.approx(4 * k * peers / size)
     assert dsa.most - 3 * agreed <= (2 * k + numel * peers / size) + HEADER_WORDS * size + peers
-    paper = predict(OkTopk(density=0.01, mode="paper", **PLAIN), numel, size)
+    paper = predict(OkTopkPaper(density=0.01, **PLAIN), numel, size)
     assert paper.typical == pytest.approx(6 * k * peers / size)
     tree = [predict(GTopk(), numel, size, rank).most - agreed for rank in range(size)]
     assert sum(tree) == 2 * peers * (2 * k + HEADER_WORDS)  # each rank but the root sends up once and is sent to once
@@ -80,7 +80,7 @@ def test_dsa_stays_in_its_band_where_every_block_holds_one_bf16_value() -> None:
 
 def test_paper_stays_in_its_band_with_many_segments() -> None:
     """The scales of all segments are agreed upon on repartition steps, and that is traffic too."""
-    case = Case(OkTopk(density=0.01, mode="paper", ranking="scaled"), size=4, numel=5000)
+    case = Case(OkTopkPaper(density=0.01, ranking="scaled"), size=4, numel=5000)
 
     def job(comm: Any) -> int:
         reducer = Reducer(case.algorithm, comm, segments=[1] * case.numel)
@@ -95,7 +95,7 @@ def test_paper_stays_in_its_band_with_many_segments() -> None:
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 8))])
 def test_paper_sends_6k_words_in_the_median_of_a_stationary_run(size: int, kind: str) -> None:
     """6k(P-1)/P, and on top of it what does not depend on k: a verdict, two sizes, and two headers for each peer."""
-    case = Case(OkTopk(density=0.01, mode="paper", **PLAIN), size, numel=20_000, kind=kind, steps=100)
+    case = Case(OkTopkPaper(density=0.01, **PLAIN), size, numel=20_000, kind=kind, steps=100)
     fixed = (VERDICT_WORDS + 2 * SIZE_WORDS + 2 * HEADER_WORDS) * (size - 1)
     by_rank = on_threads(size, records, case)
     words = median(record.sent_bytes / WORD_BYTES for steps in by_rank for record in steps[SETTLED:])
@@ -105,7 +105,7 @@ def test_paper_sends_6k_words_in_the_median_of_a_stationary_run(size: int, kind:
 @pytest.mark.parametrize("mode", ["bounded", pytest.param("paper", marks=pytest.mark.long)])
 def test_the_words_a_rank_sends_do_not_grow_with_the_ranks(mode: str) -> None:
     """From P = 4 to 64 only the (P-1)/P of the formula, what is fixed for each peer, and ceil(k/P) for k/P in paper."""
-    algorithm = OkTopk(density=1 / 16, mode=mode, **PLAIN)
+    algorithm = oktopk(mode, density=1 / 16, **PLAIN)
     few, many = (_pair_words(algorithm, size) / ((size - 1) / size) for size in (4, 64))
     rounding_up = 0 if mode == "bounded" else 64 / (NUMEL / 16)
     assert many <= few * (1 + rounding_up)
@@ -124,7 +124,7 @@ def _pair_words(algorithm: Any, size: int) -> float:
         record.sent_by_phase["gather"] + record.sent_by_phase.get("exchange", 0) for r in by_rank for record in r[1:]
     ]
     blocks = 1 if isinstance(algorithm, TopkA) else 2
-    sizes = SIZE_WORDS if getattr(algorithm, "mode", "") == "paper" else 0
+    sizes = SIZE_WORDS if isinstance(algorithm, OkTopkPaper) else 0
     return sum(data) / len(data) / WORD_BYTES - (blocks * HEADER_WORDS + sizes) * (size - 1)
 
 

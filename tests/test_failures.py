@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk import Dense, MismatchError, OkTopk, PeerError, ProcessGroupComm, Reducer, TopkA, run_local
+from oktopk import Dense, MismatchError, OkTopk, OkTopkPaper, PeerError, ProcessGroupComm, Reducer, TopkA, run_local
 from oktopk.algorithms.base import Reduced
 from tests.harness import Job, Processes, collect, end, forking
 
@@ -58,7 +58,7 @@ ALGORITHMS = {
     "dense": Dense(),
     "topka": TopkA(density=0.1),
     "bounded": OkTopk(density=0.1),
-    "paper": OkTopk(density=0.1, mode="paper"),
+    "paper": OkTopkPaper(density=0.1),
 }
 OTHERS = [name for name in ALGORITHMS if name != "bounded"]
 

@@ -41,7 +41,7 @@ def bounded(ranking: str, wire: str, density: float = 0.03) -> Any:
 
 def paper(ranking: str, wire: str) -> Any:
     periods = {"rethreshold_every": 4, "repartition_every": 6, "rescale_every": 4}
-    return oktopk.OkTopk(density=0.05, mode="paper", ranking=ranking, wire=wire, **periods)
+    return oktopk.OkTopkPaper(density=0.05, ranking=ranking, wire=wire, **periods)
 
 
 BASELINES = {"topka": oktopk.TopkA, "topkdsa": oktopk.TopkDSA, "gtopk": oktopk.GTopk, "gaussiank": oktopk.GaussianK}

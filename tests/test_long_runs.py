@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oktopk import OkTopk
-from tests.cases import NAMES, PLAIN, Case, algorithms, trace
+from tests.cases import NAMES, PLAIN, Case, algorithms, oktopk, trace
 from tests.harness import on_threads
 from tests.laws import RELATIVE, check_every_law, wanted
 
@@ -90,7 +89,7 @@ def test_the_selected_count_settles_within_the_band(
     mode: str, kind: str, size: int, numel: int, density: float
 ) -> None:
     """Of independent steps, and of a base vector plus noise ("drifting"), which correlates in time."""
-    case = Case(OkTopk(density=density, mode=mode), size, numel, kind, steps=STEPS)
+    case = Case(oktopk(mode, density=density), size, numel, kind, steps=STEPS)
     by_rank = on_threads(size, totals, case)
     check_nothing_was_lost(by_rank)
     settled = [count / wanted(case) for t in by_rank for count in t.selected[SETTLED:]]
@@ -108,6 +107,6 @@ def test_no_coordinate_waits_for_ever(mode: str, settings: dict[str, Any], steps
 
     Scales let a segment wait longer: they are those of what waits, too, and grow with it.
     """
-    case = Case(OkTopk(density=0.05, mode=mode, **settings), size=4, numel=400, kind="constant", steps=steps)
+    case = Case(oktopk(mode, density=0.05, **settings), size=4, numel=400, kind="constant", steps=steps)
     by_rank = on_threads(4, totals, case)
     assert float(by_rank[0].delivered.abs().min()) > 0

@@ -23,6 +23,7 @@ PROMISED = {
     "MismatchError",
     "NonFiniteError",
     "OkTopk",
+    "OkTopkPaper",
     "OktopkError",
     "PeerError",
     "ProcessGroupComm",
@@ -55,19 +56,18 @@ def test_all_is_what_is_promised_and_exists() -> None:
 def test_the_settings_of_oktopk() -> None:
     assert {field.name: field.default for field in fields(oktopk.OkTopk)} == {
         "density": 0.03,
-        "mode": "bounded",
         "ranking": "magnitude",
         "wire": "auto",
         "slack": 1.25,
-        "rethreshold_every": 32,
-        "repartition_every": 64,
         "rescale_every": 16,
-        "cap": 2.0,
     }
+    paper = {field.name: field.default for field in fields(oktopk.OkTopkPaper)}
+    assert {"rethreshold_every": 32, "repartition_every": 64, "cap": 2.0}.items() <= paper.items()
+    assert "slack" not in paper
 
 
 def test_the_names_on_a_command_line() -> None:
-    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk"]
+    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk", "oktopk_paper"]
     assert oktopk.make_algorithm("oktopk", density=0.5) == oktopk.OkTopk(density=0.5)
 
 

@@ -146,10 +146,10 @@ def test_a_dict_that_does_not_fit_is_refused_and_changes_nothing(what: str) -> N
 
 @pytest.mark.parametrize(
     "asked",
-    [{"mode": "paper"}, {"ranking": "magnitude"}, {"segments": (100, 200)}],
+    [{"ranking": "magnitude"}, {"segments": (100, 200)}],
     ids=lambda asked: next(iter(asked)),
 )
-def test_the_mode_ranking_and_segments_asked_for_are_those_used_after_loading(
+def test_the_ranking_and_segments_asked_for_are_those_used_after_loading(
     asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Loading goes on as a new reducer does that holds this residual: nothing of the saved algorithm is left."""

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import NonFiniteError, OkTopk, Reducer, Sparse
+from oktopk import NonFiniteError, Reducer, Sparse
 from oktopk.algorithms.base import Algorithm, Reduced, StepInput
 from oktopk.codec import Codec
 from oktopk.codec.values import WIRES
 from oktopk.partition import consensus, even_cuts
-from tests.cases import COVER, NAMES, PLAIN, Case, algorithms, take_step, trace
+from tests.cases import COVER, NAMES, PLAIN, Case, algorithms, oktopk, take_step, trace
 from tests.harness import on_threads
 from tests.laws import check_every_law, predicted, same_bits, same_run, selected_limit, wanted
 
@@ -350,7 +350,7 @@ def test_a_rank_with_nothing_to_say_stays_away(name: str, kind: str) -> None:
 @pytest.mark.parametrize("mode", ["bounded", "paper"])
 def test_all_large_values_in_one_region(mode: str) -> None:
     """The regions have to follow the gradient, or one owner would do all the work and most would wait."""
-    case = Case(OkTopk(density=0.05, mode=mode, **PLAIN), size=4, numel=4000, kind="skew", steps=6)
+    case = Case(oktopk(mode, density=0.05, **PLAIN), size=4, numel=4000, kind="skew", steps=6)
     by_rank = on_threads(4, trace, case)
     check_every_law(case, by_rank)
     for steps in by_rank:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import GaussianK, OkTopk, Reducer
-from tests.cases import device_step
+from oktopk import GaussianK, OkTopk, OkTopkPaper, Reducer
+from tests.cases import device_step, oktopk
 from tests.harness import on_threads
 
 SHARE = 0.05
@@ -70,7 +70,11 @@ class Stationary:
         row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.rows))
         noise = self.noise * torch.cat([part.abs().mean().expand(len(part)) for part in mean.split(list(self.rows))])
         segments = [*self.rows, *([self.beside] if self.beside else [])]
-        reducer, put_in, masses = Reducer(OkTopk(**self.options), comm, segments=segments), 0 * mean.double(), []
+        reducer, put_in, masses = (
+            Reducer(oktopk(**{"mode": "bounded", **self.options}), comm, segments=segments),
+            0 * mean.double(),
+            [],
+        )
         for step in range(2 * steps):
             grad = mean + noise * torch.randn(len(mean), generator=generator)
             grad *= (step + row_of) % self.used == 0
@@ -164,7 +168,7 @@ def test_rows_that_are_seldom_used_are_delivered(ranking: str) -> None:
 GIANTS = {
     "bounded": OkTopk(wire="fp32", ranking="magnitude"),
     "bounded-scaled": OkTopk(),
-    "paper": OkTopk(mode="paper", wire="fp32", ranking="magnitude", cap=1.0),
+    "paper": OkTopkPaper(wire="fp32", ranking="magnitude", cap=1.0),
     "gaussiank": GaussianK(density=0.03),
 }
 

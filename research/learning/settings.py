@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk import ALGORITHMS, Algorithm, OkTopk, make_algorithm
+from oktopk.algorithms import settings_of
 from oktopk.codec import Codec
 from oktopk.codec.indices import PLAIN
 from oktopk.errors import SettingError, one_of
@@ -38,7 +39,7 @@ class Setting:
     """One way to train. Before step `dense_steps` all settings are alike: dense, with the recipe's optimizer.
 
     algorithm       of the sparse steps; dense goes on dense
-    density, ranking, wire, slack, mode    of the algorithm, where it has them; so is `rescale_every`
+    density, ranking, wire, slack          of the algorithm, where it has them; so is `rescale_every`
     ramp            densities before the last one, each with its steps: "0.25x14 0.05x14"
     packed          no: indices travel as they are on every wire; the same values arrive, for more bytes and, on a GPU,
                     in less time
@@ -78,7 +79,6 @@ class Setting:
     wire: str = "fp32"
     slack: float = 1.25
     rescale_every: int = 16
-    mode: str = "bounded"
     dense_steps: int = 128
     ramp: str = ""
     packed: bool = True
@@ -135,8 +135,8 @@ class Setting:
 
     def algorithm_at(self, sparse_step: int) -> Algorithm:
         """Return the algorithm of a sparse step, counted from the switch."""
-        known = ALGORITHMS[self.algorithm].__dataclass_fields__
-        values: dict[str, Any] = {"density": self.density_at(sparse_step), "ranking": self.ranking, "mode": self.mode}
+        known = settings_of(self.algorithm)
+        values: dict[str, Any] = {"density": self.density_at(sparse_step), "ranking": self.ranking}
         values |= {"wire": self.wire, "slack": self.slack, "rescale_every": self.rescale_every}
         if self.is_weighted:
             values["ranking"] = "magnitude"

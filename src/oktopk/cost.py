@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from oktopk.algorithms import Dense, GaussianK, GTopk, OkTopk, TopkA, TopkDSA
+from oktopk.algorithms import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
 from oktopk.algorithms.bounded import room
 from oktopk.algorithms.oktopk_paper import BUCKET_PAIRS
 from oktopk.codec import HEADER_WORDS, Codec
@@ -160,17 +160,15 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
 
 @predict.register
 def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, codec = num_selected(numel, algorithm.density), algorithm.codec(numel)
-    peers = size - 1
-    if algorithm.mode == "bounded":
-        words = codec.words(room(k, algorithm.slack, size)) * peers
-        return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
-    return _paper(k, int(algorithm.cap * k), codec, size, segments)
+    k, peers = num_selected(numel, algorithm.density), size - 1
+    words = algorithm.codec(numel).words(room(k, algorithm.slack, size)) * peers
+    return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
 
 
-def _paper(k: int, cap: int, codec: Codec, size: int, segments: int) -> Cost:
-    """Split, balance and gather of at most `cap` pairs each; thresholds, cuts and scales agreed upon on some steps."""
-    peers = size - 1
+@predict.register
+def _(algorithm: OkTopkPaper, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
+    k, codec, peers = num_selected(numel, algorithm.density), algorithm.codec(numel), size - 1
+    cap = int(algorithm.cap * k)
     if not peers:
         return exactly(0, 0)
     pair = codec.index_words + codec.value_words(2) / 2

@@ -36,10 +36,9 @@ def from_plain(state: Any, saved: Any) -> Any:
     return state
 
 
-def kind_of(algorithm: Any, segments: Any = None) -> int:
-    """Return a number that differs where the state of one algorithm is none for the other: by type, mode or ranking."""
-    mode, ranking = getattr(algorithm, "mode", None), getattr(algorithm, "ranking", None)
-    return zlib.crc32(repr((type(algorithm).__qualname__, mode, ranking, segments)).encode())
+def kind_of(algorithm: Any) -> int:
+    """Return a number that differs where the state of one algorithm is none for the other: by type or ranking."""
+    return zlib.crc32(repr((type(algorithm).__qualname__, getattr(algorithm, "ranking", None))).encode())
 
 
 def _names(state: Any) -> list[str]:

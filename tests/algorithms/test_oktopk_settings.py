@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from oktopk import OkTopk
+from oktopk import OkTopk, OkTopkPaper
 from oktopk.cost import predict
-from tests.cases import Case, take_step, trace
+from tests.cases import Case, oktopk, take_step, trace
 from tests.harness import on_threads
 
 
@@ -51,7 +51,7 @@ def states(comm: Any, case: Case) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("mode", ["bounded", "paper"])
 def test_scales_and_regions_have_their_own_periods(mode: str) -> None:
-    algorithm = OkTopk(density=0.05, mode=mode, ranking="scaled", rescale_every=2, repartition_every=3)
+    algorithm = oktopk(mode, density=0.05, ranking="scaled", rescale_every=2, repartition_every=3)
     case = Case(algorithm, size=2, numel=2000, kind="heavy tails", steps=8)
     for seen in on_threads(2, states, case):
         new_scales = [0, *(i for i in range(1, 8) if not seen[i][0].equal(seen[i - 1][0]))]
@@ -63,7 +63,7 @@ def test_scales_and_regions_have_their_own_periods(mode: str) -> None:
 
 def test_in_paper_mode_all_ranks_have_the_same_scales() -> None:
     case = Case(
-        OkTopk(density=0.05, mode="paper", ranking="scaled", rescale_every=2),
+        OkTopkPaper(density=0.05, ranking="scaled", rescale_every=2),
         size=3,
         numel=2000,
         kind="heavy tails",

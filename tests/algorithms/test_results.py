@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, Reducer, TopkA, TopkDSA
-from tests.cases import PLAIN, Case, trace
+from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, TopkA, TopkDSA
+from tests.cases import PLAIN, Case, oktopk, trace
 from tests.harness import on_threads
 from tests.laws import same_bits, same_run, wanted
 
@@ -82,7 +82,7 @@ def test_gaussiank_is_the_sum_of_about_k_of_each_rank(kind: str) -> None:
 
 @given(size=sizes, kind=st.sampled_from(KINDS[:3]), seed=seeds)
 def test_paper_delivers_the_k_largest_of_the_sum_of_each_ranks_k_largest(size: int, kind: str, seed: int) -> None:
-    case = Case(OkTopk(density=0.1, mode="paper", **PLAIN), size, 200, kind, seed=seed)
+    case = Case(OkTopkPaper(density=0.1, **PLAIN), size, 200, kind, seed=seed)
     expected = largest(sum(largest(grad, 20) for grad in gradients(case)), 20)
     assert close(delivered(case), expected)
 
@@ -107,7 +107,7 @@ def test_a_scaled_ranking_serves_every_segment(mode: str) -> None:
         def job(comm: Any, ranking: str = ranking) -> int:
             grad = torch.randn(2000, generator=torch.Generator().manual_seed(comm.rank))
             grad[1000:] /= 1000
-            reducer = Reducer(OkTopk(density=0.1, mode=mode, ranking=ranking), comm, segments=[1000, 1000])
+            reducer = Reducer(oktopk(mode, density=0.1, ranking=ranking), comm, segments=[1000, 1000])
             return int(reducer.all_reduce(grad)[1000:].count_nonzero())
 
         shares[ranking] = on_threads(2, job)[0]
@@ -118,16 +118,14 @@ def test_a_scaled_ranking_serves_every_segment(mode: str) -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_a_scaled_ranking_changes_the_choice_and_never_the_values(wire: str) -> None:
-    case = Case(OkTopk(density=0.2, mode="paper", ranking="scaled", wire=wire), 1, 100, "heavy tails", steps=1)
+    case = Case(OkTopkPaper(density=0.2, ranking="scaled", wire=wire), 1, 100, "heavy tails", steps=1)
     ((step,),) = on_threads(1, trace, case)
     chosen = step.mean != 0
     assert torch.allclose(step.mean[chosen], step.acc[chosen], rtol=0.01 if wire == "bf16" else 0.0)
     assert int(chosen.sum()) == 20
 
 
-@pytest.mark.parametrize(
-    "algorithm", [TopkA(density=0.05), GTopk(density=0.05), OkTopk(density=0.05, mode="paper", **PLAIN)]
-)
+@pytest.mark.parametrize("algorithm", [TopkA(density=0.05), GTopk(density=0.05), OkTopkPaper(density=0.05, **PLAIN)])
 def test_identical_ranks_have_the_result_of_one(algorithm: Any) -> None:
     """Sums of four equal numbers are exact, so that every bit has to agree."""
     one = Case(algorithm, 1, 400, "identical ranks", steps=5)
@@ -135,9 +133,7 @@ def test_identical_ranks_have_the_result_of_one(algorithm: Any) -> None:
     same_run([alone] * 4, on_threads(4, trace, replace(one, size=4)))
 
 
-@pytest.mark.parametrize(
-    "algorithm", [TopkA(density=1), TopkDSA(density=1), OkTopk(density=1), OkTopk(density=1, mode="paper")]
-)
+@pytest.mark.parametrize("algorithm", [TopkA(density=1), TopkDSA(density=1), OkTopk(density=1), OkTopkPaper(density=1)])
 def test_an_owner_sums_in_rank_order(algorithm: Any) -> None:
     """((1e8 + 1) - 1e8) + 1 is 1 in float32, and 2, 0 or 1e8 in other orders: wherever the coordinate's owner is."""
     values = [1e8, 1.0, -1e8, 1.0]
@@ -168,7 +164,7 @@ class Recorder:
 def test_paper_sends_in_rotation_so_that_nobody_is_everybodys_next() -> None:
     def job(comm: Any) -> list[tuple[int, int]]:
         recorder = Recorder(comm)
-        case = Case(OkTopk(density=0.5, mode="paper"), comm.size, 400)
+        case = Case(OkTopkPaper(density=0.5), comm.size, 400)
         case.reducer(recorder).all_reduce(case.gradient(comm.rank, 0))
         return recorder.swaps
 
@@ -178,7 +174,7 @@ def test_paper_sends_in_rotation_so_that_nobody_is_everybodys_next() -> None:
 
 @pytest.mark.parametrize("pairs", [1, 7, 64])
 def test_paper_has_the_same_bits_whatever_the_size_of_a_bucket(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(OkTopk(density=0.2, mode="paper", rethreshold_every=2, **PLAIN), 4, 900, "skew")
+    case = Case(OkTopkPaper(density=0.2, rethreshold_every=2, **PLAIN), 4, 900, "skew")
     whole = on_threads(4, trace, case)
     monkeypatch.setattr("oktopk.algorithms.oktopk_paper.BUCKET_PAIRS", pairs)
     same_run(on_threads(4, trace, case), whole)
@@ -200,7 +196,7 @@ def test_bounded_is_two_collectives_a_step_and_no_other_message() -> None:
 
 def test_paper_balances_a_gather_where_one_owner_has_everything() -> None:
     """Regions go stale between repartitions; then all that is kept may lie with one owner."""
-    case = Case(OkTopk(density=0.05, mode="paper", repartition_every=1000, **PLAIN), 4, 2000)
+    case = Case(OkTopkPaper(density=0.05, repartition_every=1000, **PLAIN), 4, 2000)
 
     def job(comm: Any) -> list[Any]:
         reducer, records = case.reducer(comm), []

@@ -154,7 +154,7 @@ def attach(model: DDP, algorithm: Any = None, **settings: Any) -> oktopk.Attache
 
 def name_of(algorithm: Any) -> str:
     """Return a short name for a test's id."""
-    words = [type(algorithm).__name__, getattr(algorithm, "mode", ""), getattr(algorithm, "ranking", "")]
+    words = [type(algorithm).__name__, getattr(algorithm, "ranking", "")]
     return " ".join(word for word in words if word)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, TopkA, TopkDSA
+from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
 from tests.ddp.harness import (
     Net,
     Worlds,
@@ -132,8 +132,8 @@ class Trainer:
 
 def everything_happens(pace: int) -> list[Books]:
     """Return the books after every event of a run of 30 * `pace` steps at density 1 %."""
-    bounded = OkTopk(density=0.01, repartition_every=16, rethreshold_every=8)
-    paper = replace(bounded, mode="paper")
+    bounded = OkTopk(density=0.01)
+    paper = OkTopkPaper(density=0.01, repartition_every=16, rethreshold_every=8)
     trainer = Trainer(net := Net(), Books.of(net), bounded, bucket_cap_mb=0.01, unused=False, dense_steps=pace)
     snapshots, nan_steps = [], (1, 10 * pace, 25 * pace)
     for step in range(30 * pace):
@@ -197,10 +197,10 @@ def flush() -> Books:
 
 
 ALGORITHMS = [
-    OkTopk(density=0.02, repartition_every=8, wire="bf16"),
-    OkTopk(density=0.02, repartition_every=8, ranking="scaled"),
-    OkTopk(density=0.02, mode="paper", repartition_every=8, rethreshold_every=4),
-    OkTopk(density=0.02, mode="paper", ranking="scaled", wire="bf16", repartition_every=8, rethreshold_every=4),
+    OkTopk(density=0.02, wire="bf16"),
+    OkTopk(density=0.02, ranking="scaled"),
+    OkTopkPaper(density=0.02, repartition_every=8, rethreshold_every=4),
+    OkTopkPaper(density=0.02, ranking="scaled", wire="bf16", repartition_every=8, rethreshold_every=4),
     TopkA(density=0.02),
     TopkDSA(density=0.02),
     GTopk(density=0.02),
@@ -243,7 +243,7 @@ KINDS = [
 @pytest.mark.parametrize("wire", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.body} {kind.exit}".replace("torch.", ""))
 def test_rounding_to_narrow_parameters_loses_nothing(worlds: Worlds, kind: Kind, wire: str) -> None:
-    check_balance(worlds.run(2, train_narrow, kind, OkTopk(density=0.05, wire=wire, repartition_every=8), ()))
+    check_balance(worlds.run(2, train_narrow, kind, OkTopk(density=0.05, wire=wire), ()))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.body} {kind.exit}".replace("torch.", ""))

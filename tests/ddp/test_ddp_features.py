@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from oktopk import OkTopk
+from tests.cases import oktopk as oktopk_of
 from tests.ddp.harness import (
     EXCHANGE_TIMEOUT_S,
     Net,
@@ -395,7 +396,7 @@ def two_models() -> tuple[bool, bool]:
     for alone in (True, False):
         models = [DDP(Net(seed=seed), bucket_cap_mb=0.01) for seed in (1, 2)]
         handles = [
-            attach(model, OkTopk(density=density, mode=mode))
+            attach(model, oktopk_of(mode, density=density))
             for model, density, mode in zip(models, (0.02, 0.1), ("bounded", "paper"), strict=True)
         ]
         order = [(s, m) for m in (0, 1) for s in range(6)] if alone else [(s, m) for s in range(6) for m in (0, 1)]

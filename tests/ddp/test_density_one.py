@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, TopkA, TopkDSA
+from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
 from tests.ddp.harness import (
     Net,
     Worlds,
@@ -116,9 +116,9 @@ def test_with_parameters_that_some_or_all_ranks_do_not_use(worlds: Worlds, size:
 
 
 ALGORITHMS = [
-    OkTopk(density=1.0, mode="paper"),
+    OkTopkPaper(density=1.0),
     OkTopk(density=1.0, ranking="scaled"),
-    OkTopk(density=1.0, mode="paper", ranking="scaled"),
+    OkTopkPaper(density=1.0, ranking="scaled"),
     TopkA(density=1.0),
     TopkDSA(density=1.0),
     GTopk(density=1.0),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-from oktopk import OkTopk, TopkA
+from oktopk import OkTopk, OkTopkPaper, TopkA
 from tests.ddp.harness import (
     Net,
     Raised,
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.processes
 
 CONSERVED = 1e-6
 STEPS, MORE = 8, 8
-BOUNDED = OkTopk(density=0.05, repartition_every=3, rethreshold_every=2)
-PAPER = OkTopk(density=0.05, mode="paper", repartition_every=3, rethreshold_every=2)
+BOUNDED = OkTopk(density=0.05)
+PAPER = OkTopkPaper(density=0.05, repartition_every=3, rethreshold_every=2)
 
 
 def start(algorithm: Any, bucket_cap_mb: float = 0.01, **settings: Any) -> tuple[DDP, oktopk.Attached]:

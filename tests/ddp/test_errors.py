@@ -153,7 +153,6 @@ def disagree_all() -> tuple[dict[str, Raised | None], int]:
     settings: dict[str, dict[str, Any]] = {
         "density": {"algorithm": OkTopk(density=odd(0.1, 0.2))},
         "algorithm": {"algorithm": odd(OkTopk(density=0.1), TopkA(density=0.1))},
-        "mode": {"algorithm": OkTopk(mode=odd("bounded", "paper"))},
         "dense_steps": {"dense_steps": odd(3, 4)},
         "exclude": {"exclude": odd("*bias", "*weight")},
         "exclude by a predicate": {"exclude": rank_dependent_rule},
@@ -177,7 +176,6 @@ def disagreements(worlds: Worlds) -> list[tuple[dict[str, Raised | None], int]]:
     [
         "density",
         "algorithm",
-        "mode",
         "dense_steps",
         "exclude",
         "exclude by a predicate",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oktopk import OkTopk, TopkA
+from oktopk import OkTopk, OkTopkPaper, TopkA
 from tests.ddp.harness import run_script
 from tests.ddp.mortal import ERROR, EXCHANGE_S, Breaks, Mortals, Plan, Told
 
@@ -91,7 +91,7 @@ def test_an_error_in_one_forward_ends_the_others(size: int, stays: bool) -> None
     [
         TopkA(density=0.05),
         pytest.param(OkTopk(density=0.05), marks=pytest.mark.long),
-        pytest.param(OkTopk(density=0.05, mode="paper"), marks=pytest.mark.slow),
+        pytest.param(OkTopkPaper(density=0.05), marks=pytest.mark.slow),
     ],
     ids=["topka", "bounded", "paper"],
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, TopkA, TopkDSA
+from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
 from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, name_of, same_bits, weights_of
 
 pytestmark = pytest.mark.processes
@@ -154,7 +154,7 @@ def test_skipping_delivers_zeros_and_counts_it(worlds: Worlds, name: str) -> Non
     ("algorithm", "settings"),
     [
         (OKTOPK, {"clip": 0.01}),
-        (OkTopk(density=0.05, mode="paper"), {}),
+        (OkTopkPaper(density=0.05), {}),
         (OkTopk(density=0.05, ranking="scaled"), {}),
         (TopkA(density=0.05), {}),
         (TopkDSA(density=0.05), {}),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import GaussianK, GTopk, OkTopk, TopkA, TopkDSA, load_distributed, save_distributed
+from oktopk import GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA, load_distributed, save_distributed
 from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, same_bits, through_a_file, weights_of
 
 pytestmark = pytest.mark.processes
@@ -85,13 +85,13 @@ def stop_and_resume(run: Run, stops: tuple[int, ...]) -> list[bool]:
 
 PERIODS = {"repartition_every": 5, "rethreshold_every": 3}
 RUNS = {
-    "bounded": Run(OkTopk(density=0.05, **PERIODS)),
-    "paper": Run(OkTopk(density=0.05, mode="paper", **PERIODS), {"exclude": "*bias"}),
-    "unused": Run(OkTopk(density=0.05, **PERIODS), unused=True),
+    "bounded": Run(OkTopk(density=0.05)),
+    "paper": Run(OkTopkPaper(density=0.05, **PERIODS), {"exclude": "*bias"}),
+    "unused": Run(OkTopk(density=0.05), unused=True),
 }
 MORE_RUNS = {
-    "bounded scaled bf16": Run(OkTopk(density=0.05, ranking="scaled", wire="bf16", **PERIODS)),
-    "paper scaled": Run(OkTopk(density=0.05, mode="paper", ranking="scaled", **PERIODS)),
+    "bounded scaled bf16": Run(OkTopk(density=0.05, ranking="scaled", wire="bf16")),
+    "paper scaled": Run(OkTopkPaper(density=0.05, ranking="scaled", **PERIODS)),
     "clip": Run(OkTopk(density=0.05), {"clip": 0.1}),
     "schedule": Run(OkTopk(density=0.01), {"density_schedule": [(3, 0.25), (3, 0.1)]}),
     "topka": Run(TopkA(density=0.05)),
@@ -186,7 +186,6 @@ def resume_with_the_changed_exclusion() -> bool:
 
 
 ASKED = {
-    "mode": OkTopk(density=0.05, mode="paper", ranking="magnitude"),
     "ranking": OkTopk(density=0.05, ranking="scaled"),
     "density": OkTopk(density=0.2, ranking="magnitude"),
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import OkTopk, TopkA
+from oktopk import OkTopk, OkTopkPaper, TopkA
 from tests.cases import device_step
 from tests.ddp.harness import (
     Net,
@@ -103,8 +103,8 @@ def check_alike(with_scaler: list[Trained], without: list[Trained]) -> None:
 
 
 SETTINGS: list[tuple[Any, dict[str, Any]]] = [
-    (OkTopk(density=0.05, repartition_every=4), {}),
-    (OkTopk(density=0.05, mode="paper", repartition_every=4, rethreshold_every=3), {}),
+    (OkTopk(density=0.05), {}),
+    (OkTopkPaper(density=0.05, repartition_every=4, rethreshold_every=3), {}),
     (OkTopk(density=0.05), {"clip": 0.25}),
     (TopkA(density=0.05), {"dense_steps": 0, "exclude": ()}),
 ]

@@ -34,7 +34,7 @@ ALGORITHMS = [
     oktopk.OkTopk(density=0.05),
     oktopk.OkTopk(density=0.05, ranking="magnitude", wire="fp32"),
     oktopk.OkTopk(density=0.05, wire="bf16"),
-    oktopk.OkTopk(density=0.05, mode="paper"),
+    oktopk.OkTopkPaper(density=0.05),
 ]
 
 

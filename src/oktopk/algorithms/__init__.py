@@ -1,5 +1,6 @@
 """The algorithms, one file each, and their names."""
 
+from dataclasses import fields
 from typing import Any
 
 from oktopk.algorithms.base import Algorithm, Reduced, as_algorithm
@@ -7,11 +8,15 @@ from oktopk.algorithms.dense import Dense
 from oktopk.algorithms.gaussiank import GaussianK
 from oktopk.algorithms.gtopk import GTopk
 from oktopk.algorithms.oktopk import OkTopk
+from oktopk.algorithms.oktopk_paper import OkTopkPaper
 from oktopk.algorithms.topka import TopkA
 from oktopk.algorithms.topkdsa import TopkDSA
 from oktopk.errors import SettingError, one_of
 
-ALGORITHMS = {cls.__name__.lower(): cls for cls in (Dense, TopkA, TopkDSA, GTopk, GaussianK, OkTopk)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    **{cls.__name__.lower(): cls for cls in (Dense, TopkA, TopkDSA, GTopk, GaussianK, OkTopk)},
+    "oktopk_paper": OkTopkPaper,
+}
 """Names on a command line: the lower-case forms of the classes."""
 
 
@@ -21,12 +26,17 @@ def make_algorithm(name: str, **settings: Any) -> Algorithm:
     >>> make_algorithm("topka", density=0.02)
     TopkA(density=0.02, wire='fp32')
     """
-    cls = ALGORITHMS[one_of("algorithm", name, ALGORITHMS)]
-    known = cls.__dataclass_fields__
+    known = settings_of(name)
     for setting in settings:
         if setting not in known:
-            raise SettingError(_no_such_setting(name, setting, list(known)))
-    return cls(**settings)
+            raise SettingError(_no_such_setting(name, setting, known))
+    return ALGORITHMS[name](**settings)
+
+
+def settings_of(name: str) -> list[str]:
+    """Return the names of an algorithm's settings."""
+    cls: Any = ALGORITHMS[one_of("algorithm", name, ALGORITHMS)]
+    return [field.name for field in fields(cls)]
 
 
 def _no_such_setting(name: str, setting: str, known: list[str]) -> str:
@@ -46,9 +56,11 @@ __all__ = [
     "GTopk",
     "GaussianK",
     "OkTopk",
+    "OkTopkPaper",
     "Reduced",
     "TopkA",
     "TopkDSA",
     "as_algorithm",
     "make_algorithm",
+    "settings_of",
 ]

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oktopk.codec.values import check_wire
-from oktopk.errors import InputError, MismatchError, NonFiniteError, SettingError, within
+from oktopk.codec import Codec
+from oktopk.codec.values import WIRES, check_wire
+from oktopk.errors import InputError, MismatchError, NonFiniteError, SettingError, one_of, within
 from oktopk.kernels.reference import is_finite
+from oktopk.partition import even_cuts
 from oktopk.prefilter import Prefilter
 from oktopk.selection import Ranking, largest, num_selected
 from oktopk.sparse import Sparse
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 EVERYTHING = slice(None)
+AUTO = "auto"
+"""The wire that is chosen for each vector."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,52 @@ class OkTopkState(State):
     threshold: float = 0.0
     global_threshold: float = 0.0
     floor: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OkTopkSettings(Algorithm):
+    """The settings and the state that both forms of Ok-Topk share.
+
+    density         part of the elements that a step delivers, in (0, 1]
+    ranking         "magnitude": by |acc|; "scaled": by |acc| over a running rms of the gradient in its segment (a row
+                    of a matrix), so that quiet rows wait no longer than loud ones
+    wire            "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes and less;
+                    "auto": int8, but fp32 at density 1, so that it equals dense, and on the device path
+    rescale_every   steps between measurements of the gradient, for the scales
+    """
+
+    density: float = 0.03
+    ranking: str = "magnitude"
+    wire: str = AUTO
+    rescale_every: int = 16
+
+    def __post_init__(self) -> None:
+        within("density", self.density, 0, 1, open_low=True)
+        one_of("ranking", self.ranking, ("magnitude", "scaled"))
+        one_of("wire", self.wire, (AUTO, *WIRES))
+        within("rescale_every", self.rescale_every, 1)
+
+    def init(self, numel: int, comm: Comm, segments: Sequence[int] = ()) -> OkTopkState:
+        """Return the state before the first sparse step: even regions, no thresholds, all scales 1."""
+        scaled = self.ranking == "scaled" and len(segments)
+        ranking = Ranking.by_segment(numel, segments) if scaled else Ranking.by_magnitude(numel)
+        return OkTopkState(numel, cuts=even_cuts(numel, comm.size), ranking=ranking)
+
+    def codec(self, numel: int) -> Codec:
+        """Return the codec for pairs of a vector of this length."""
+        if self.wire != AUTO:
+            return Codec(numel, self.wire)
+        return Codec(numel, "int8" if num_selected(numel, self.density) < numel else "fp32")
+
+    def measure(self, state: OkTopkState, acc: Tensor, residual: Tensor) -> Tensor | None:
+        """Return the mean squares of this step's gradient by segments, if that is due."""
+        if len(state.ranking.scale) == 1 or state.step % self.rescale_every:
+            return None
+        return state.ranking.mean_squares(acc, residual)
+
+    def reduce(self, acc: Tensor, state: OkTopkState, comm: Comm) -> Reduced:
+        """Return about k pairs: the largest of the sum of what the ranks selected."""
+        return self.reduce_step(acc, state, comm, StepInput())
 
 
 class InputStatus:

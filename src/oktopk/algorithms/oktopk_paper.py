@@ -19,9 +19,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState, Reduced, StepInput, fitting, taken_of
+from oktopk.algorithms.base import (
+    InputStatus,
+    OkTopkSettings,
+    OkTopkState,
+    Reduced,
+    StepInput,
+    fitting,
+    num_wanted,
+    taken_of,
+)
 from oktopk.codec import Codec, join_errors, leftover
-from oktopk.errors import MalformedError
+from oktopk.errors import MalformedError, within
 from oktopk.partition import balanced_cuts, consensus
 from oktopk.selection import (
     at_least,
@@ -43,32 +52,48 @@ BUCKET_PAIRS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Due:
-    """What this step makes anew, before it selects: the partition (every tau), thresholds (every tau')."""
+class OkTopkPaper(OkTopkSettings):
+    """Ok-Topk in the paper's six steps: at most 6k(P-1)/P words in the median of a stationary run.
 
-    repartition: bool
-    rethreshold: bool
+    density, ranking, wire, rescale_every   see `OkTopkSettings`
+    rethreshold_every                       steps between exact thresholds (tau')
+    repartition_every                       steps between partitions of the index space (tau)
+    cap                                     no step selects more than cap * k pairs; the rest stays in the residual
+    """
 
+    rethreshold_every: int = 32
+    repartition_every: int = 64
+    cap: float = 2.0
 
-def reduce(
-    acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput, codec: Codec, k: int, cap: int, due: Due
-) -> Reduced:
-    """Return about k pairs: the largest of the sum of what the ranks selected, at most `cap`."""
-    with comm.phase("agree"):
-        _agree_on_scales_(state, inputs.measured, acc.device, comm)
-    with comm.phase("select"):
-        selected = _select_locally(acc, state, k, cap, due.rethreshold)
-        sent = selected.index
-    with comm.phase("agree"):
-        if due.repartition:
-            state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
-    region, lost = _split_and_reduce(selected, state.cuts, cap, codec, comm)
-    with comm.phase("agree"):
-        kept, sizes = _select_globally(region, state, k, cap, due.rethreshold, comm)
-    total, returned = _balance_and_allgather(kept, sizes, codec, comm)
-    with comm.phase("apply"):
-        taken, rounding = taken_of(sent, lost, total)
-    return Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold, rounding)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("rethreshold_every", self.rethreshold_every, 1)
+        within("repartition_every", self.repartition_every, 1)
+        within("cap", self.cap, 1)
+
+    def reduce_step(self, acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput) -> Reduced:
+        """Return about k pairs: the largest of the sum of what the ranks selected, at most cap * k."""
+        InputStatus.raise_if_any(InputStatus.gather(inputs.status, acc.device, comm), acc.numel())
+        k, codec = num_wanted(state, self.density), self.codec(state.numel)
+        cap, rethreshold = int(self.cap * k), state.step % self.rethreshold_every == 0
+        with comm.phase("agree"):
+            _agree_on_scales_(state, inputs.measured, acc.device, comm)
+        with comm.phase("select"):
+            selected = _select_locally(acc, state, k, cap, rethreshold)
+            sent = selected.index
+        with comm.phase("agree"):
+            if state.step % self.repartition_every == 0:
+                state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
+        region, lost = _split_and_reduce(selected, state.cuts, cap, codec, comm)
+        with comm.phase("agree"):
+            kept, sizes = _select_globally(region, state, k, cap, rethreshold, comm)
+        total, returned = _balance_and_allgather(kept, sizes, codec, comm)
+        with comm.phase("apply"):
+            taken, rounding = taken_of(sent, lost, total)
+        reduced = Reduced(total, taken, returned, len(sent), state.threshold, state.global_threshold, rounding)
+        state.ranking.commit_()
+        state.step += 1
+        return reduced
 
 
 def _agree_on_scales_(state: OkTopkState, measured: Tensor | None, device: torch.device, comm: Comm) -> None:

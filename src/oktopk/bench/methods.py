@@ -64,7 +64,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "topkdsa": Ours("SparCML: regions, pairs or dense blocks", "topkdsa"),
         "gtopk": Ours("a tree of merges, each cut to k", "gtopk"),
         "gaussiank": Ours("a threshold from a fitted normal, then a gather", "gaussiank"),
-        "oktopk-paper": Ours("Ok-Topk in the paper's six steps", "oktopk", {**PLAIN, "mode": "paper"}),
+        "oktopk-paper": Ours("Ok-Topk in the paper's six steps", "oktopk_paper", PLAIN),
         "oktopk": Ours("Ok-Topk with messages of fixed capacity, float32 values", "oktopk", PLAIN),
         **_NARROW,
     }

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState
+from oktopk.algorithms.base import AUTO, OkTopkState
 from oktopk.algorithms.bounded import room
-from oktopk.algorithms.oktopk import AUTO, OkTopk
+from oktopk.algorithms.oktopk import OkTopk
 from oktopk.codec.values import round_to
 from oktopk.cuda import reference
 from oktopk.cuda.graphs import Graphs
@@ -289,12 +289,14 @@ class _Owner:
         head[2:4] = torch.stack([demand & reference.LOW, demand >> 31])  # for all to cut fairer regions by
 
 
-def supports_device_step(algorithm: OkTopk, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is such a step for this algorithm and vector: bounded, float32 on the wire."""
+def supports_device_step(algorithm: Any, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a device step for this algorithm and vector: `OkTopk` with float32 on the wire."""
+    if not isinstance(algorithm, OkTopk):
+        return False
     most = numel * max(2 * algorithm.slack * algorithm.density, 1)  # elements, or words of all blocks
     if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
         return False
-    return algorithm.mode == "bounded" and algorithm.wire in (AUTO, "fp32")
+    return algorithm.wire in (AUTO, "fp32")
 
 
 def _is_nothing(total: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import oktopk
-from oktopk.algorithms import OkTopk
+from oktopk.algorithms import OkTopk, OkTopkPaper
 from oktopk.bench.processes import num_cores
 from oktopk.bench.provenance import processor
 from oktopk.cuda.step import LEAST_TRITON, supports_device_step
@@ -28,7 +28,7 @@ BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 RESIDENT = OkTopk(wire="fp32")
 """Settings with which steps stay on a GPU that supports it."""
 
-ON_DEVICE = {"the defaults": OkTopk(), 'wire="fp32"': RESIDENT, 'mode="paper"': OkTopk(mode="paper")}
+ON_DEVICE = {"the defaults": OkTopk(), 'wire="fp32"': RESIDENT, "OkTopkPaper": OkTopkPaper()}
 
 
 def versions() -> Iterator[Finding]:

@@ -71,7 +71,7 @@ def tables_of(run: Run) -> list[Table]:
 def settings_table(run: Run) -> Table:
     """Return what the run was."""
     names = (
-        "recipe", "dnn", "dataset", "compressor", "density", "mode", "wire", "dense_steps", "max_epochs", "batch_size",
+        "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size",
         "lr", "momentum", "sparse_momentum", "seed",
     )  # fmt: skip
     config = run.header.get("config", {})

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from oktopk.algorithms import Algorithm, OkTopk
+from oktopk.algorithms import Algorithm
 from oktopk.comm import MeteredComm
 from oktopk.cuda import step as cuda_step
 from oktopk.errors import NonFiniteError
@@ -74,14 +74,10 @@ class Steps:
 
     def on_device(self, algorithm: Algorithm | None, may_be_unused: bool = False) -> bool:
         """Whether a step of this algorithm stays on the device."""
-        return (
-            isinstance(algorithm, OkTopk)
-            and not may_be_unused
-            and bool(self._groups)
-            and all(
-                cuda_step.supports_device_step(algorithm, group.numel, group.dtype, group.device)
-                for group in self._groups
-            )
+        if may_be_unused or not self._groups:
+            return False
+        return all(
+            cuda_step.supports_device_step(algorithm, group.numel, group.dtype, group.device) for group in self._groups
         )
 
     def begin(self, context: StepContext) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from oktopk.algorithms import Algorithm
 from oktopk.algorithms.base import InputStatus, Reduced, StepInput, StepStats, check_finite
 from oktopk.codec.values import round_to
 from oktopk.comm import MeteredComm, Traffic
@@ -108,13 +109,14 @@ class _Reduction:
     def __init__(self, group: ParamGroup, grads: dict[str, Tensor], context: StepContext, comm: MeteredComm) -> None:
         self._group, self._grads, self._context, self._comm = group, grads, context, comm
         self._split = 0 if context.algorithm is None else group.num_sparse
+        self._algorithm = context.algorithm if self._split or not group.numel else None
         self.unused = self._find_unused() if context.may_be_unused else []
 
     def run(self, outs: dict[str, Tensor]) -> StepStats:
         """Write the means into `outs` and the remainder into the residual's acc; nothing is committed yet."""
         group, split = self._group, self._split
         inputs, first_bad = self._accumulate()
-        reduced = self._reduce_sparse(inputs) if split else None
+        reduced = None if self._algorithm is None else self._reduce_sparse(self._algorithm, inputs)
         self._reduce_dense_(first_bad)
         with self._comm.phase("apply"):
             self._deliver_(outs, reduced)
@@ -133,13 +135,13 @@ class _Reduction:
     def _accumulate(self) -> tuple[StepInput, int]:
         """Make acc; return the algorithm's other inputs, and the index of the first NaN or Inf, or -1."""
         group, context, residual = self._group, self._context, self._group.residual
-        algorithm, split = context.algorithm, self._split
-        if algorithm is not None and split:
+        algorithm, split = self._algorithm, self._split
+        if algorithm is not None:
             group.prepare_(algorithm, self._comm)
         wrong = self._wrong_shape()
         if wrong:
             return StepInput(wrong), -1
-        candidates = None if algorithm is None or not split or self.unused else algorithm.prefilter(group.state)
+        candidates = None if algorithm is None or self.unused else algorithm.prefilter(group.state)
         with self._comm.phase("accumulate"):
             assert not isinstance(context.grad_scale, Tensor)
             bad = []
@@ -148,7 +150,7 @@ class _Reduction:
                 bad.append(residual.nonfinite_at)
             first_bad = min((index for index in bad if index >= 0), default=-1)
             measured = None
-            if algorithm is not None and split and first_bad < 0:
+            if algorithm is not None and first_bad < 0:
                 measured = algorithm.measure(group.state, residual.acc[:split], residual.held[:split])
             for name in self.unused:
                 residual.acc[group.spans[name]] = 0
@@ -162,9 +164,8 @@ class _Reduction:
         same = all(g.dtype == self._group.dtype and g.device == self._group.device for g in self._grads.values())
         return InputStatus.FINE if same else InputStatus.of(InputStatus.WRONG_DTYPE)
 
-    def _reduce_sparse(self, inputs: StepInput) -> Reduced:
-        algorithm, acc = self._context.algorithm, self._group.residual.acc[: self._split]
-        assert algorithm is not None
+    def _reduce_sparse(self, algorithm: Algorithm, inputs: StepInput) -> Reduced:
+        acc = self._group.residual.acc[: self._split]
         return check_finite(algorithm.reduce_step(acc, self._group.state, self._comm, inputs))
 
     def _reduce_dense_(self, first_bad: int) -> None:
@@ -188,7 +189,7 @@ class _Reduction:
                 acc[span] = 0 if lost is None else lost  # type: ignore[assignment]
         if reduced is not None:
             sparse = [(span, outs[name]) for name, span in group.spans.items() if span.start < split]
-            lost = _write_mean_(reduced.sum, sparse, size, loss_scale)
+            lost = _write_mean_(reduced.sum, sparse, size, loss_scale) if sparse else None
             returned = reduced.returned if lost is None else (*reduced.returned, lost)
             group.residual.retain_(reduced.taken, returned, slice(0, split), reduced.kept)
 

@@ -9,8 +9,8 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm
-from oktopk.algorithms.oktopk import AUTO
+from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm, settings_of
+from oktopk.algorithms.base import AUTO
 from oktopk.errors import SettingError, one_of, within
 from oktopk.train.data.features import Augmentation
 from oktopk.train.models import MODELS
@@ -90,7 +90,6 @@ class Config:
     density: float = setting(0.03, "part of the gradient that a sparse step sends", high=1, open_low=True)
     dense_steps: int = setting(128, "dense steps before the first sparse one")
     ranking: str = setting("magnitude", "oktopk: select by magnitude, or scaled (by the rms of the row's gradient)")
-    mode: str = setting("bounded", "oktopk: bounded (a hard cap on traffic) or paper")
     wire: str = setting(AUTO, "values on the wire: fp32, bf16 or int8; auto: int8 with oktopk, else fp32")
 
     seed: int = setting(0, "seed of weights, order and augmentation", high=MAX_SEED)
@@ -113,8 +112,8 @@ class Config:
 
     def algorithm(self) -> Algorithm:
         """Return the algorithm of the sparse steps."""
-        known = ALGORITHMS[self.compressor].__dataclass_fields__
-        chosen = {name: getattr(self, name) for name in ("density", "ranking", "mode", "wire") if name in known}
+        known = settings_of(self.compressor)
+        chosen = {name: getattr(self, name) for name in ("density", "ranking", "wire") if name in known}
         return make_algorithm(self.compressor, **{name: value for name, value in chosen.items() if value != AUTO})
 
     @property

@@ -28,7 +28,7 @@ from oktopk.train.rundir import RunDir
 
 COMPARABLE = frozenset(
     {
-        "compressor", "density", "dense_steps", "ranking", "mode", "wire", "sparse_momentum",
+        "compressor", "density", "dense_steps", "ranking", "wire", "sparse_momentum",
         "data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite",
     }
 )  # fmt: skip
