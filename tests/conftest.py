@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +22,15 @@ settings.register_profile("laws", derandomize=True, database=None, max_examples=
 settings.register_profile("long", derandomize=False, max_examples=250, **COMMON)
 settings.load_profile("laws")
 
-torch.set_num_threads(1)  # ranks are threads here: eight of them with a pool each would only wait for each other
+# Ranks are threads or processes here: eight of them with a pool of threads each would only wait for each other.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Take all that was imported out of the garbage collector, which would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from oktopk.errors import InputError, SettingError
 from oktopk.train.models import make_model
-from oktopk.train.models.lstman4 import RecogniserSettings, SpeechRecogniser, _BothDirections, _Lookahead
+from oktopk.train.models.lstman4 import RecogniserSettings, SpeechRecogniser, _Lookahead, _Recurrent
 
 ONE_WAY = RecogniserSettings(channels=(2, 3), hidden=8, layers=3, lookahead_frames=5)
 BOTH_WAYS = RecogniserSettings(channels=(2, 3), hidden=8, layers=3, bidirectional=True)
@@ -81,7 +81,7 @@ def test_normalisations_count_zeros_beyond_an_utterance(settings: RecogniserSett
 def test_both_directions_equal_a_packed_bidirectional_lstm() -> None:
     torch.manual_seed(0)
     frames, x = torch.tensor([9, 4, 1]), torch.randn(9, 3, 5)
-    oracle, ours = nn.LSTM(5, 6, bidirectional=True), _BothDirections(5, 6)
+    oracle, ours = nn.LSTM(5, 6, bidirectional=True), _Recurrent(5, 6, bidirectional=True)
     for name, parameter in oracle.named_parameters():
         direction = ours.backwards if name.endswith("_reverse") else ours.forwards
         direction.get_parameter(name.removesuffix("_reverse")).data.copy_(parameter)

@@ -18,28 +18,17 @@ from oktopk.train.data.folder import MANIFESTS, PARTS, TRAIN_MANIFEST, add_utter
 from oktopk.train.data.labels import LabelError, encode
 from oktopk.train.data.progress import tracked
 
-LISTS = {"train": "etc/an4_train", "val": "etc/an4_test"}
-"""Names of CMU's lists of each part, without their suffixes."""
-
-SIGNS = (f"{LISTS['train']}.fileids", TRAIN_MANIFEST)
-"""Files that mark the root of a corpus: CMU's layout has the first, a prepared folder the second."""
-
-COMPLETE = {"train": 948, "val": 130}
-"""Utterances of the whole corpus."""
-
+LISTS = {"train": "etc/an4_train", "val": "etc/an4_test"}  # CMU's lists of each part, without their suffixes
+SIGNS = (
+    f"{LISTS['train']}.fileids",
+    TRAIN_MANIFEST,
+)  # a root has one: CMU's layout the first, a prepared folder the other
+COMPLETE = {"train": 948, "val": 130}  # utterances of the whole corpus
 AUDIO_SUFFIXES = (".sph", ".raw", ".wav")
-
-NOTICES = ("LICENSE", "COPYRIGHT", "COPYING", "README")
-"""Beginnings of the names of notices, which are kept because the licence wants them beside every copy."""
-
-NUM_PROBES = 16
-"""Recordings, from all over the corpus, from which the byte order is found."""
-
-MOST_CHARACTERS = 2_000
-"""Characters of a transcription, because AN4's longest has about 80."""
-
-MOST_LINE = 10_000
-"""Characters of a line in a list, because a line holds a transcription or two paths."""
+NOTICES = ("LICENSE", "COPYRIGHT", "COPYING", "README")  # kept: the licence wants its notice beside every copy
+NUM_PROBES = 16  # recordings, from all over the corpus, from which the byte order is found
+MOST_CHARACTERS = 2_000  # of a transcription; AN4's longest has about 80
+MOST_LINE = 10_000  # characters of a line in a list, which holds a transcription or two paths
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # with a suffix below the 255 bytes of a file name
 

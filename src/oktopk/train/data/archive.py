@@ -18,17 +18,10 @@ from typing import IO, NoReturn, cast
 
 from oktopk.train.data.errors import DataError, shortened
 
-MOST_BYTES = 1 << 30
-"""Bytes of all files together, unpacked: ten times AN4, because a larger archive is something else, or a trap."""
-
-MOST_FILE_BYTES = 64 << 20
-"""Bytes of one file: half an hour of speech, because AN4's longest recording has seconds."""
-
-MOST_MEMBERS = 20_000
-"""Headers of an archive or files of a folder, because AN4 has some 1,300."""
-
-MOST_HEADER_BYTES = 64 << 10
-"""Bytes of a header with a long name or pax records, because no file system takes a path of more than 4 KiB."""
+MOST_BYTES = 1 << 30  # of all files, unpacked: ten times AN4
+MOST_FILE_BYTES = 64 << 20  # half an hour of speech; AN4's longest recording has seconds
+MOST_MEMBERS = 20_000  # headers of an archive or files of a folder; AN4 has some 1,300
+MOST_HEADER_BYTES = 64 << 10  # of a long name or pax records; no file system takes a path of more than 4 KiB
 
 LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 PAX_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)

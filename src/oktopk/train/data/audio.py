@@ -13,14 +13,9 @@ from numpy.typing import NDArray
 
 from oktopk.train.data.errors import DataError
 
-RATE_HZ = 16_000
-"""The only sample rate that is read or written."""
-
-FULL_SCALE = 32_768
-"""Divisor of int16 samples, which brings them into [-1, 1)."""
-
-DECISIVE = 2.0
-"""Factor by which the wrong byte order must be rougher to be believed; in AN4 it is 200 times rougher."""
+RATE_HZ = 16_000  # the only sample rate that is read or written
+FULL_SCALE = 32_768  # divisor that brings int16 samples into [-1, 1)
+DECISIVE = 2.0  # factor by which the wrong byte order must be rougher; in AN4 it is 200 times rougher
 
 ByteOrder = Literal["big", "little"]
 Samples = NDArray[np.int16]

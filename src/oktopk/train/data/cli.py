@@ -15,9 +15,6 @@ from oktopk.train.data.grammar import Grammar
 from oktopk.train.data.manifest import check_manifest, read_manifest
 from oktopk.train.data.synth import make_speech
 
-PROBLEMS_FOUND = 1
-"""Exit status of a check."""
-
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -79,7 +76,7 @@ def check(
         for problem in problems:  # one line each, however long, for grep and cut
             typer.echo(f"{problem.line or '-':>5}  {problem.kind:<12}  {problem.path}: {problem.message}")
         typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} in {manifest}", err=True)
-        raise typer.Exit(PROBLEMS_FOUND)
+        raise typer.Exit(1)
     minutes, shortest, longest = fsum(durations_s) / 60, durations_s[0], durations_s[-1]
     typer.echo(f"{len(durations_s)} utterances, {minutes:.1f} minutes, {shortest:.2f} to {longest:.2f} s, no problems")
 

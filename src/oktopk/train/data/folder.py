@@ -17,10 +17,7 @@ from oktopk.train.data.manifest import write_manifest
 
 PARTS = ("train", "val")
 MANIFESTS = TRAIN_MANIFEST, VAL_MANIFEST = ("an4_train_manifest.csv", "an4_val_manifest.csv")
-
-STAMP = "synthetic.json"
-"""File with the settings of synthetic speech; recordings have none."""
-
+STAMP = "synthetic.json"  # the settings of synthetic speech; recordings have none
 ENTRIES = (STAMP, *MANIFESTS, *PARTS)
 
 

@@ -7,11 +7,8 @@ from itertools import pairwise
 
 from oktopk.errors import OktopkError
 
-LABELS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
-"""Label of each output of the net; `_` stands for the blank and is no character of any text."""
-
+LABELS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "  # by output of the net; `_` stands for the blank and is no character of a text
 BLANK = 0
-"""Index of the CTC blank."""
 
 _INDEX = {label: index for index, label in enumerate(LABELS) if index != BLANK}
 

@@ -45,9 +45,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with `inputs` and `targets` on `device`; the loss wants the lengths on the CPU."""
-        on_gpu = torch.device(device).type == "cuda"  # the host does not wait for a copy from pinned memory
-        inputs, targets = (each.pin_memory() if on_gpu else each for each in (self.inputs, self.targets))
-        return replace(self, inputs=inputs.to(device, non_blocking=True), targets=targets.to(device, non_blocking=True))
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
 
 class Batches:

@@ -17,8 +17,7 @@ from oktopk.train.data.errors import DataError, Kind
 from oktopk.train.data.features import HOP_SAMPLES
 from oktopk.train.data.labels import LabelError, ctc_frames, encode
 
-TIME_STRIDE = 2
-"""Factor by which the net's first convolution divides the frames."""
+TIME_STRIDE = 2  # the net's first convolution halves the frames
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,10 @@ from numpy.typing import NDArray
 
 Signal = NDArray[np.float32]
 
-ZERO_CROSSINGS = 16
-"""Zero crossings of the sinc on each side; from 22,050 to 16,000 Hz the transition band is 6.4 to 8.8 kHz."""
-
-ROLL_OFF = 0.95
-"""Cut-off as a part of the lower rate's Nyquist frequency, because frequencies above that fold back."""
-
-KAISER_BETA = 8.0
-"""Shape of the window, because its side lobes near -80 dB are below the noise of 16 bits."""
+# Of the filter. From 22,050 to 16,000 Hz its transition band is 6.4 to 8.8 kHz.
+ZERO_CROSSINGS = 16  # of the sinc, on each side
+ROLL_OFF = 0.95  # cut-off as a part of the lower rate's Nyquist frequency; frequencies above that fold back
+KAISER_BETA = 8.0  # of the window: side lobes near -80 dB, below the noise of 16 bits
 
 
 def resample(signal: Signal, from_hz: int, to_hz: int) -> Signal:

@@ -22,8 +22,7 @@ VOLUME, PARAMETERS = 2, {"rate": 1, "pitch": 3, "range": 4, "gap": 7}  # espeak_
 BY_CHARACTER = 1  # espeak_POSITION_TYPE
 UTF8, PHONEMES = 1, 0x100  # flags of espeak_Synth; PHONEMES: text in [[ ]] is phonemes
 
-QUIET = 40
-"""Volume in percent, because at 100 many voices hit the ends of 16 bits."""
+QUIET = 40  # volume in percent: at 100 many voices hit the ends of 16 bits
 
 CALLBACK = ctypes.CFUNCTYPE(c_int, ctypes.POINTER(ctypes.c_short), c_int, c_void_p)
 

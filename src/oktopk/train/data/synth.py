@@ -32,24 +32,20 @@ from oktopk.train.data.grammar import KINDS, Grammar, say
 from oktopk.train.data.progress import tracked
 from oktopk.train.data.resample import resample
 
-VERSION = 1
-"""Version of the synthesis, because a folder of another version holds other samples and is made again."""
+VERSION = 1  # of the synthesis: a folder of another version holds other samples and is made again
 
 ACCENTS = ("en-us", "en-us-nyc", "en-029", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbclan", "en-gb-x-gbcwmd")
 
+# Voices of people, not robots, without `breath` in their definition: such voices read uninitialised memory.
 VARIANTS = (
     "Alex Andrea Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Lee Mario Michael Mike Nguyen RicishayMax adam anika "
     "announcer antonio aunty belinda benjamin boris david ed edward edward2 f1 f4 grandma grandpa gustave iven2 iven3 "
     "iven4 john kaukovalta klatt3 klatt4 linda m1 m2 m3 m4 m5 m6 m7 m8 marcelo max michel miguel mike2 norbert pablo "
     "paul pedro quincy rob robert shelby steph travis zac"
 ).split()
-"""Voices of people, not robots, whose definition has no `breath`, because such voices read uninitialised memory."""
 
 UTTERANCES_A_SPEAKER = 8
-VAL_PART = 8
-"""Divisor of the voices, and by default of the utterances, for validation."""
-
-LEAST_VAL = 16
+VAL_PART, LEAST_VAL = 8, 16  # an eighth of the voices, and by default of the utterances, is for validation
 
 RATE_WPM = (100, 165)
 PITCH = (25, 75)
@@ -61,7 +57,6 @@ SILENCE_S = (0.08, 0.35)  # before and after the words
 DULLNESS = (1, 6)  # samples over which the noise is averaged: 1 hisses, 6 hums
 
 CHILD_TIMEOUT_S = 300.0
-
 ENGINE = "espeakng_loader"
 
 

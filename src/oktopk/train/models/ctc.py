@@ -1,4 +1,4 @@
-"""The CTC loss (Graves et al., 2006) as the trainer uses it: per utterance, on log-probabilities, never silent."""
+"""The CTC loss (Graves et al., 2006): per utterance, on log-probabilities, with errors that name the fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ctc_loss(log_probs: Tensor, output_frames: Tensor, targets: Tensor, target_l
     """Return the negative log-likelihood of the targets, summed over the utterances and divided by their number.
 
     `log_probs` [T, B, labels], `output_frames` [B], `targets` [sum of lengths] one after the other, `target_lengths`
-    [B]. An `InputError` says which utterance is too short for its text, and refuses what is no log-probability.
+    [B]. An `InputError` names an utterance too short for its text, or says that these are no log-probabilities.
     NaN comes back as NaN: the caller knows the step and the rank.
     """
     _check_normalised(log_probs)

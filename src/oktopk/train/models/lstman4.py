@@ -3,7 +3,7 @@
 Two convolutions over (frequency, time) halve the time once; LSTM layers with batch normalisation between them follow;
 then a lookahead convolution where the LSTM hears one direction only; then a linear layer to the characters.
 
-An utterance gives the same output whatever it is batched with (in eval mode): what lies beyond its length is zeroed
+An utterance gives the same output whatever it is batched with (in eval mode): frames beyond its length are zeroed
 wherever a layer looks at other frames than its own. Sequences are padded, not packed: on a CPU that is 1.5 to 3.6
 times as fast.
 """
@@ -11,6 +11,7 @@ times as fast.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from oktopk.train.data.features import BINS
 from oktopk.train.data.labels import LABELS
 
 _CEILING = 20.0  # of the clipped ReLU, from the paper
+
+T = TypeVar("T", int, Tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +67,17 @@ class SpeechRecogniser(nn.Module):
         hidden = settings.hidden
         self.convolutions = _Convolutions(settings.channels)
         widths = [self.convolutions.features] + [hidden] * (settings.layers - 1)
-        layer = _BothDirections if settings.bidirectional else _Forward
-        self.recurrent = nn.ModuleList(layer(width, hidden) for width in widths)
+        self.recurrent = nn.ModuleList(_Recurrent(width, hidden, settings.bidirectional) for width in widths)
         self.between = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in widths[1:])
         self.lookahead = _Lookahead(hidden, settings.lookahead_frames) if settings.lookahead_frames else None
         self.last_norm = nn.BatchNorm1d(hidden)
         self.characters = nn.Linear(hidden, len(LABELS), bias=False)
 
     def forward(self, inputs: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [T', B, 29] and how many of the T' frames count for each utterance [B].
+        """Return log-probabilities [T', B, 29] and the number of the T' frames that count for each utterance [B].
 
         `inputs` [B, 1, 161, T]: spectrograms, with anything beyond `frames` [B] of them. T' = ceil(T / 2).
-        The frames come back where they were given: on the CPU nobody waits for the GPU to read them.
+        The result's frames are on the device of `frames`: on the CPU, reading them does not wait for the GPU.
         """
         _check(inputs, frames)
         x, lengths = self.convolutions(inputs, frames.to(inputs.device))
@@ -89,8 +91,8 @@ class SpeechRecogniser(nn.Module):
         return logits.float().log_softmax(-1), output_frames(frames)
 
 
-def output_frames(frames: Tensor) -> Tensor:
-    """Return how many frames come out where `frames` go in: half of them, rounded up."""
+def output_frames(frames: T) -> T:
+    """Return the number of frames of the output for `frames` of the input: half of them, rounded up."""
     return (frames + 1) // 2
 
 
@@ -112,44 +114,34 @@ class _Convolutions(nn.Module):
         self.first_norm = nn.BatchNorm2d(first)
         self.second = nn.Conv2d(first, second, (21, 11), stride=(2, 1), padding=(10, 5))
         self.second_norm = nn.BatchNorm2d(second)
-        self.features = second * _halved(_halved(BINS))
+        self.features = second * output_frames(output_frames(BINS))
 
     def forward(self, inputs: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
         lengths = output_frames(frames)
         inputs = inputs * _valid(frames, inputs.shape[3])[:, None, None]
-        valid = _valid(lengths, _halved(inputs.shape[3]))[:, None, None]
+        valid = _valid(lengths, output_frames(inputs.shape[3]))[:, None, None]
         x = _clipped(self.first_norm(self.first(inputs) * valid) * valid)  # zero stays zero when clipped
         x = _clipped(self.second_norm(self.second(x) * valid) * valid)
         return x.flatten(1, 2).permute(2, 0, 1).contiguous(), lengths
 
 
-class _Forward(nn.Module):
-    """One LSTM layer over [T, B, width]."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.forwards = nn.LSTM(width, hidden)
-
-    def forward(self, x: Tensor, frames: Tensor) -> Tensor:  # noqa: ARG002 - padding comes last, nothing hears it
-        output: Tensor = self.forwards(x)[0]
-        return output
-
-
-class _BothDirections(nn.Module):
-    """One LSTM layer over [T, B, width] that hears each utterance forwards and backwards; the sum of both.
+class _Recurrent(nn.Module):
+    """One LSTM layer over [T, B, width]; if `bidirectional`, the sum of both directions.
 
     Each utterance is turned round within its own length, so that the padding comes last in both directions.
     """
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, bidirectional: bool) -> None:
         super().__init__()
         self.forwards = nn.LSTM(width, hidden)
-        self.backwards = nn.LSTM(width, hidden)
+        self.backwards = nn.LSTM(width, hidden) if bidirectional else None
 
     def forward(self, x: Tensor, frames: Tensor) -> Tensor:
+        forwards: Tensor = self.forwards(x)[0]
+        if self.backwards is None:
+            return forwards
         turn = _turned(frames, x.shape[0]).unsqueeze(2)
         backwards: Tensor = self.backwards(x.gather(0, turn.expand_as(x)))[0]
-        forwards: Tensor = self.forwards(x)[0]
         return forwards + backwards.gather(0, turn.expand_as(backwards))
 
 
@@ -168,10 +160,6 @@ class _Lookahead(nn.Module):
 
 def _clipped(x: Tensor) -> Tensor:
     return F.hardtanh(x, 0.0, _CEILING)
-
-
-def _halved(size: int) -> int:
-    return (size + 1) // 2
 
 
 def _on_rows(norm: nn.Module, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The recognisers with made-up speech, for `oktopk bench step`: noise as long as an AN4 utterance, and letters."""
+"""The recognisers with synthetic batches, for `oktopk bench step`: noise as long as an AN4 utterance, and letters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from oktopk.train.data.labels import LABELS
 from oktopk.train.models import make_model
 from oktopk.train.models.ctc import ctc_loss
 
-FRAMES = 300
-"""Of an utterance: 3 seconds."""
-LETTERS = 15
-"""Of its text."""
+FRAMES, LETTERS = 300, 15  # of an utterance of 3 seconds
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[nn.Module, Callable[[int, int], tuple[Pair, Pair]], Callable[[Pair, Pair], Tensor]]
@@ -27,7 +24,7 @@ def lstman4() -> Parts:
 
 
 def an4_small() -> Parts:
-    """Return the net of the recipe an4-small, about a million parameters, with the same."""
+    """Return the net of the recipe an4-small, about a million parameters, with the same batches and loss."""
     return make_model("lstman4-small"), _batch, _loss
 
 
