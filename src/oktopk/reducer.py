@@ -192,7 +192,7 @@ class Reducer:
 
     def _record(self, made: MadeStep, stats: StepStats | None) -> StepRecord:
         """Return the record of a step; one that delivers every element is a dense one."""
-        is_dense = not self._algorithm.has_density if stats is None else stats.pairs is None
+        is_dense = not self._algorithm.has_density or (stats is not None and stats.pairs is None)
         (record,) = made.records([stats], self._comm.size, "dense" if is_dense else "sparse")
         return record
 
