@@ -1,4 +1,4 @@
-"""Several runs side by side: what each came to, against the first, and how soon it was as good as the others."""
+"""Several runs side by side: the figures of each, against the first, and how soon it was as good as the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def comparison_table(runs: Sequence[Run]) -> Table:
     """Return a row for each run; ratios are against the first."""
     goal = common_goal(runs)
     rows = [_row(run, goal) for run in runs]
-    first = rows[0]
+    ratios = {
+        "x fewer bytes": "sent", "x faster": "seconds a step", "x sooner": "seconds to goal",
+        "x fewer bytes to goal": "bytes to goal",
+    }  # fmt: skip
     for row in rows:
-        row["x fewer bytes"] = quotient(first["sent"], row["sent"])
-        row["x faster"] = quotient(first["seconds a step"], row["seconds a step"])
-        row["x sooner"] = quotient(first["seconds to goal"], row["seconds to goal"])
-        row["x fewer bytes to goal"] = quotient(first["bytes to goal"], row["bytes to goal"])
+        row |= {ratio: quotient(rows[0][name], row[name]) for ratio, name in ratios.items()}
     columns = [Column(_heading(name, goal), kind) for name, (kind, _) in _COLUMNS.items()]
     cells = [[row[name] for name in _COLUMNS] for row in rows]
     about = f"Ratios are against the first run, {runs[0].name}. Bytes and seconds are rank 0's."
@@ -54,7 +54,7 @@ _COLUMNS: dict[str, tuple[str, Callable[..., Any] | None]] = {
     "bytes to goal": ("bytes", LOWER),
     "x fewer bytes to goal": ("times", HIGHER),
 }
-"""Each column's kind, and what is best in it."""
+"""Unit of each column, and the function that finds the best in it."""
 
 
 def _heading(name: str, goal: float | None) -> str:

@@ -25,7 +25,7 @@ from oktopk.telemetry.schema import SPLIT
 
 EVERY_S = 1.0
 RECENT = 20
-"""Steps that the figures of now are means of."""
+"""Steps whose means are the figures of now, because single steps vary."""
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 50
@@ -39,22 +39,17 @@ class Watched:
         self._path = path / METRICS if path.is_dir() or not path.suffix else path
         if not self._path.parent.is_dir():
             raise NoRunError(f"wanted a run's folder or its {METRICS}, and {path} is not there: runs are in runs/NAME")
-        self._reader: MetricsReader | None = None
-        self.run = self._new_run()
-
-    def _new_run(self) -> Run:
-        return Run(self._path.parent.resolve().name)
+        self._reader = MetricsReader(self._path)
+        self.run = Run(self._path.parent.resolve().name)
 
     def look(self) -> Run:
-        """Take what was written since the last look; return the run."""
-        if not self._path.is_file():
-            return self.run
-        self._reader = self._reader or MetricsReader(self._path)
-        if self._reader.has_begun_again():
-            self.run = self._new_run()
-        for record in self._reader.new():
-            self.run.add_(record)
-        self.run.bad_lines = self._reader.bad_lines
+        """Read the records written since the last look; return the run."""
+        if self._path.is_file():
+            if self._reader.has_begun_again():
+                self.run = Run(self.run.name)
+            for record in self._reader.new():
+                self.run.add_(record)
+            self.run.bad_lines = self._reader.bad_lines
         return self.run
 
 
@@ -83,43 +78,39 @@ def view(run: Run) -> RenderableType:
 
 
 def _progress(run: Run) -> Table:
-    planned = run.header.get("steps")
-    grid = Table.grid(padding=(0, 2))
-    made = f"step {run.num_steps:,}"
+    planned, grid, left = run.header.get("steps"), Table.grid(padding=(0, 2)), ""
     if not isinstance(planned, int) or planned < 1:
-        grid.add_row(made)
+        grid.add_row(f"step {run.num_steps:,}")
         return grid
     step_s = mean(run.step_seconds[-RECENT:].tolist())
-    left = (
-        ""
-        if step_s is None or run.num_steps >= planned
-        else f"about {format_seconds(step_s * (planned - run.num_steps))} left"
-    )
-    grid.add_row(f"{made} of {planned:,}", ProgressBar(planned, min(run.num_steps, planned), width=30), left)
+    if step_s is not None and run.num_steps < planned:
+        left = f"about {format_seconds(step_s * (planned - run.num_steps))} left"
+    bar = ProgressBar(planned, min(run.num_steps, planned), width=30)
+    grid.add_row(f"step {run.num_steps:,} of {planned:,}", bar, left)
     return grid
 
 
 def _figures(run: Run) -> Table:
     """Return the figures of now: means of the last steps, and the last validation."""
-    summary, last = summary_of(run), slice(-RECENT, None)
+    summary = summary_of(run)
 
     def recent(values: Floats) -> float | None:
-        return mean(values[last].tolist())
+        return mean(values[-RECENT:].tolist())
 
     sent, step_s = recent(run.column("sent_bytes")), recent(run.step_seconds)
-    split = {name: quotient(recent(run.column(f"split.{name}")), step_s) for name in SPLIT}
+    of_dense = format_value(quotient(sent, recent(run.dense_bytes)), "share")
+    split = [f"{SPLIT[name]} {format_value(quotient(recent(part), step_s), 'share')}"
+             for name, part in run.split_of().items()]  # fmt: skip
+    val_loss, wer, best = (format_value(summary[name]) for name in ("val_loss", "wer", "best_wer"))
     rows = {
         "loss": format_value(recent(run.column("loss"))),
-        "last validation": f"loss {format_value(summary['val_loss'])}, WER {format_value(summary['wer'])}, "
-        f"best {format_value(summary['best_wer'])}",
+        "last validation": f"loss {val_loss}, WER {wer}, best {best}",
         "phase": f"{'sparse' if run.is_sparse[-1] else 'dense'}, "
         f"sparsity {format_value(recent(run.column('sparsity')))}, "
         f"compression active on {summary['sparse_steps']:,} of {summary['steps']:,} steps",
-        "bytes": f"{format_value(sent, 'bytes')} a step, "
-        f"{format_value(quotient(sent, recent(run.dense_bytes)), 'share')} of dense; "
+        "bytes": f"{format_value(sent, 'bytes')} a step, {of_dense} of dense; "
         f"{format_value(summary['sent_bytes'], 'bytes')} so far",
-        "time": f"{format_value(step_s, 'seconds')} a step: "
-        + ", ".join(f"{SPLIT[name]} {format_value(share, 'share')}" for name, share in split.items()),
+        "time": f"{format_value(step_s, 'seconds')} a step: {', '.join(split)}",
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in rows.items():

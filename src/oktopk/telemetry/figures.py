@@ -1,4 +1,4 @@
-"""The figures of a whole run. `docs/accounting.md` says what each means; there is no other definition of any."""
+"""The figures of a whole run, as docs/accounting.md defines them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from oktopk.telemetry.schema import SPLIT
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None where there is none: nobody prints NaN as a result."""
+    """Return the value; None if it is not finite, because nobody prints NaN as a result."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is known; None, never NaN, if nothing is."""
+    """Return the mean of the known values; None, never NaN, if there are none."""
     known = [value for value in values if finite(value) is not None]
     return math.fsum(known) / len(known) if known else None  # type: ignore[arg-type]
 
 
 def total(values: Floats) -> float | None:
-    """Return the sum of what is known; None if nothing is."""
+    """Return the sum of the known values; None if there are none."""
     known = values[~np.isnan(values)]
     return math.fsum(known.tolist()) if len(known) else None
 
@@ -38,17 +38,17 @@ def whole_total(values: Floats) -> int | None:
 
 
 def quotient(above: float | None, below: float | None) -> float | None:
-    """Return above / below, where there is such a number."""
+    """Return above / below; None if there is no such number."""
     return above / below if above is not None and below else None
 
 
 def summarise(records: Iterable[Record]) -> Record:
-    """Return the figures of a run; None where there is nothing to tell."""
+    """Return the figures of a run; None for those that have nothing to measure."""
     return summary_of(Run.of(records))
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """Return the figures of a run; None where there is nothing to tell."""
+    """Return the figures of a run; None for those that have nothing to measure."""
     phases = phases_of(run)
     validated = [epoch for epoch in run.epochs if epoch.get("wer") is not None]
     best = min(validated, key=lambda epoch: float(epoch["wer"]), default={})
@@ -80,5 +80,5 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def phases_of(run: Run) -> dict[str, NDArray[np.bool_]]:
-    """Return which steps were dense and which sparse."""
+    """Return masks of the dense and of the sparse steps."""
     return {"dense": ~run.is_sparse, "sparse": run.is_sparse}

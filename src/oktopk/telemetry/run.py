@@ -18,6 +18,7 @@ from oktopk.telemetry.reader import MetricsReader, Record, metrics_of
 from oktopk.telemetry.schema import PHASES, SPLIT, VERSION, EpochRecord, TrainStep, catalogue
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 COMMUNICATION = ("exchange", "gather", "agree", "dense_tail")
 """Phases in which messages travel; the exchange's others compute."""
@@ -26,30 +27,29 @@ PAIRS = ("exchange", "gather")
 """Phases whose messages are blocks of pairs, with a header each."""
 
 LARGEST = 1e60
-"""What is larger was not measured; sums of what is not stay finite."""
+"""Largest number that counts as measured, because sums of such numbers stay finite."""
 
 HEADER_BYTES = HEADER_WORDS * WORD_BYTES
 ENDS = ("end", "failed")
 
-_STEP = {name: figure for name, figure in catalogue(TrainStep).items() if figure.is_scalar}
+_STEP = [name for name, figure in catalogue(TrainStep).items() if figure.is_scalar]
 _MAPPINGS = [name for name, figure in catalogue(TrainStep).items() if figure.parts]
-_EPOCH = [name for name in catalogue(EpochRecord) if name not in ("epoch", "step", "validated")]
+_EPOCH = [name for name, figure in catalogue(EpochRecord).items() if figure.unit != "count"]
 
 
 def load_run(path: Path, name: str | None = None) -> Run:
     """Return the run of a folder or file, as far as its records are there."""
     file = metrics_of(path)
     default = file.parent.resolve().name if path.is_dir() else path.stem if path.stem != "metrics" else file.parent.name
-    run, reader = Run(name or default or path.name), MetricsReader(file)
-    for record in reader.new():
-        run.add_(record)
+    reader = MetricsReader(file)
+    run = Run.of(reader.new(), name or default or path.name)
     run.bad_lines, run.is_cut = reader.bad_lines, reader.is_cut
     return run
 
 
 @dataclass
 class Messages:
-    """What the calls of one collective in one phase sent: how often, and how many messages of which size."""
+    """Messages of one collective in one phase: calls, bytes, and the number of messages of each size."""
 
     calls: int = 0
     sent_bytes: int = 0
@@ -63,22 +63,17 @@ class Messages:
 
     @property
     def median(self) -> float | None:
-        """The size in the middle; between the two there, if there are two."""
+        """The size in the middle, or the mean of the two there."""
         if not self.count:
             return None
-        low, high = (self.count - 1) // 2, self.count // 2
-        return (self._size_at(low) + self._size_at(high)) / 2
-
-    def _size_at(self, place: int) -> int:
-        for size in sorted(self.sizes):
-            place -= self.sizes[size]
-            if place < 0:
-                return size
-        raise AssertionError("a place beyond the last message")
+        sizes = sorted(self.sizes)
+        ends = np.cumsum([self.sizes[size] for size in sizes])
+        low, high = (sizes[np.searchsorted(ends, place, "right")] for place in ((self.count - 1) // 2, self.count // 2))
+        return (low + high) / 2
 
 
 class Run:
-    """One run. What a record does not have, or what is no number, is NaN in its column, and None in any figure."""
+    """One run. A figure that a record does not have, or that is no number, is NaN in its column and None elsewhere."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,7 +93,7 @@ class Run:
 
     @staticmethod
     def of(records: Iterable[Record], name: str = "") -> Run:
-        """Return the run that these records are."""
+        """Return the run that has these records."""
         run = Run(name)
         for record in records:
             run.add_(record)
@@ -114,16 +109,13 @@ class Run:
         elif kind == "step":
             self._add_step(record)
         elif kind == "epoch":
-            self._add_epoch(record)
+            figures = {name: _number(record.get(name)) for name in _EPOCH}
+            places = {name: _whole(record.get(name)) for name in ("epoch", "step")}
+            self.epochs.append({**places, **figures, **self._so_far})
         elif kind == "event":
-            told = {name: str(record.get(name, "")) for name in ("event", "message")}
-            self.events.append({**told, "step": _whole(record.get("step"))})
-            self.last_event = told["event"]
-
-    def _add_epoch(self, record: Record) -> None:
-        figures = {name: _number(record.get(name)) for name in _EPOCH}
-        places = {name: _whole(record.get(name)) for name in ("epoch", "step")}
-        self.epochs.append({**places, **figures, **self._so_far})
+            texts = {name: str(record.get(name, "")) for name in ("event", "message")}
+            self.events.append({**texts, "step": _whole(record.get("step"))})
+            self.last_event = texts["event"]
 
     def _add_step(self, record: Record) -> None:
         row = self.num_steps
@@ -131,54 +123,48 @@ class Run:
         self._sparse.append(record.get("phase") == "sparse")
         for name in _STEP:
             self._set(name, row, record.get(name))
-        for group in _MAPPINGS:
-            for name, value in _mapping(record.get(group)).items():
-                self._set(f"{group}.{name}", row, value)
+        for name in _MAPPINGS:
+            self._set_all(name, row, _mapping(record.get(name)))
         self._so_far["seconds"] += math.fsum(_number(x) or 0.0 for x in _mapping(record.get("split")).values())
         self._so_far["sent_bytes"] += int(_number(record.get("sent_bytes")) or 0)
-        self._add_ranks(row, record.get("ranks"))
-        for owner, count in enumerate(_sequence(record.get("nnz_by_owner"))):
-            self._set(f"nnz_by_owner.{owner}", row, count)
-        self._add_collectives(row, _mapping(record.get("collectives")))
+        ranks = _sequence(record.get("ranks"))
+        self.num_ranks = max(self.num_ranks, len(ranks))
+        for rank, figures in enumerate(ranks):
+            self._set_all(f"ranks.{rank}", row, _mapping(figures))
+        self._set_all("nnz_by_owner", row, dict(enumerate(_sequence(record.get("nnz_by_owner")))))
+        for key, made in _mapping(record.get("collectives")).items():
+            self._add_collective(row, str(key), _mapping(made))
 
-    def _add_ranks(self, row: int, ranks: Any) -> None:
-        for rank, figures in enumerate(_sequence(ranks)):
-            figures = _mapping(figures)
-            self.num_ranks = max(self.num_ranks, rank + 1)
-            for name, value in figures.items():
-                for part, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-                    self._set(f"ranks.{rank}.{name}.{part}".rstrip("."), row, number)
+    def _add_collective(self, row: int, key: str, made: Mapping[str, Any]) -> None:
+        phase, _, collective = key.partition("/")
+        known = self.messages.setdefault((phase, collective), Messages())
+        known.calls += _count(made.get("calls"))
+        known.sent_bytes += _count(made.get("sent_bytes"))
+        known.received_bytes += _count(made.get("received_bytes"))
+        pairs = [pair for pair in _sequence(made.get("sizes")) if isinstance(pair, list) and len(pair) == 2]
+        sizes = {_count(size): _count(count) for size, count in pairs}
+        known.sizes.update(sizes)
+        if phase in PAIRS and collective != "all_reduce":
+            name, headers = f"header_bytes.{phase}", sum(min(size, HEADER_BYTES) * n for size, n in sizes.items())
+            column = self._columns.get(name, array("d"))
+            self._set(name, row, headers + (column.pop() if len(column) > row else 0.0))
 
-    def _add_collectives(self, row: int, collectives: Mapping[str, Any]) -> None:
-        for key, made in collectives.items():
-            phase, _, collective = str(key).partition("/")
-            made = _mapping(made)
-            known = self.messages.setdefault((phase, collective), Messages())
-            known.calls += _count(made.get("calls"))
-            known.sent_bytes += _count(made.get("sent_bytes"))
-            known.received_bytes += _count(made.get("received_bytes"))
-            sizes = {_count(size): _count(count) for size, count in _pairs(made.get("sizes"))}
-            known.sizes.update(sizes)
-            if phase in PAIRS and collective != "all_reduce":
-                headers = sum(min(size, HEADER_BYTES) * count for size, count in sizes.items())
-                self._add(f"header_bytes.{phase}", row, headers)
+    def _set_all(self, prefix: str, row: int, values: Mapping[Any, Any]) -> None:
+        """Set the columns of a mapping, and of the mappings in it."""
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                self._set_all(f"{prefix}.{name}", row, value)
+            else:
+                self._set(f"{prefix}.{name}", row, value)
 
     def _set(self, name: str, row: int, value: Any) -> None:
         number = _number(value)
         if number is None:
             return
         column = self._columns.setdefault(name, array("d"))
-        if len(column) < row:
-            column.extend([math.nan] * (row - len(column)))
-        column.append(number)
-
-    def _add(self, name: str, row: int, value: float) -> None:
-        """Set a figure, or add to it where there is one already."""
-        column = self._columns.get(name, array("d"))
-        if len(column) > row:
-            column[row] += value
-        else:
-            self._set(name, row, value)
+        column.extend([math.nan] * (row - len(column)))
+        if len(column) == row:  # else the record has the name twice
+            column.append(number)
 
     def column(self, name: str) -> Floats:
         """Return a figure of every step; NaN where it is not known."""
@@ -188,7 +174,7 @@ class Run:
         return values
 
     def names(self, prefix: str) -> list[str]:
-        """Return what is known under a prefix: of "seconds" the phases that were timed, ours first, in their order."""
+        """Return the known names under a prefix: parts and phases first, in their order."""
         found = [name[len(prefix) + 1 :] for name in self._columns if name.startswith(f"{prefix}.")]
         order = {name: i for i, name in enumerate((*SPLIT, *PHASES))}
         return sorted((name for name in found if "." not in name), key=lambda name: (order.get(name, 99), name))
@@ -198,15 +184,14 @@ class Run:
         return [name for name in _STEP if name in self._columns]
 
     @property
-    def is_sparse(self) -> NDArray[np.bool_]:
+    def is_sparse(self) -> Bools:
         """Whether a step was sparse."""
         return np.frombuffer(bytes(self._sparse), dtype=np.bool_)
 
     @property
-    def is_skipped(self) -> NDArray[np.bool_]:
+    def is_skipped(self) -> Bools:
         """Whether a step was refused."""
-        skipped: NDArray[np.bool_] = self.column("skipped") == 1.0
-        return skipped
+        return np.equal(self.column("skipped"), 1.0)
 
     @property
     def steps(self) -> Floats:
@@ -225,21 +210,17 @@ class Run:
 
     @property
     def dense_bytes(self) -> Floats:
-        """What a dense step would send: 2n(P-1)/P words."""
+        """Bytes of a dense step: 2n(P-1)/P words."""
         known = _number(self.header.get("dense_bytes"))
         if known is not None:
             return np.full(self.num_steps, known)
-        size = self.workers
-        if size is None:
-            return np.full(self.num_steps, np.nan)
+        size = self.workers or math.nan
         return np.floor(2 * WORD_BYTES * self.column("numel") * (size - 1) / size)
 
     @property
     def bound_bytes(self) -> Floats:
         """The paper's bound on a sparse step: 6k(P-1)/P words, and 2(P-1)/P for each element that travels dense."""
-        size, side = self.workers, self.column("dense_tail_numel")
-        if size is None:
-            return np.full(self.num_steps, np.nan)
+        size, side = self.workers or math.nan, self.column("dense_tail_numel")
         words = (6 * (self.column("wanted") - side) + 2 * side) * (size - 1) / size
         return np.where(self.is_sparse, WORD_BYTES * words, np.nan)
 
@@ -249,7 +230,7 @@ class Run:
         return np.divide(self.column(name), wanted, out=np.full_like(wanted, np.nan), where=wanted > 0)
 
     def bytes_by_part(self) -> dict[str, Floats]:
-        """Return what rank 0 sent in each step by phase; what is header of the blocks of pairs is apart from them."""
+        """Return the bytes that rank 0 sent in each step by phase, the headers of blocks apart."""
         phases = {name: np.nan_to_num(self.column(f"sent_by_phase.{name}")) for name in self.names("sent_by_phase")}
         headers = {name: np.nan_to_num(self.column(f"header_bytes.{name}")) for name in self.names("header_bytes")}
         for name, part in headers.items():
@@ -257,12 +238,12 @@ class Run:
         return {**phases, "headers": sum(headers.values(), np.zeros(self.num_steps))} if headers else phases
 
     def split_of(self, rank: int | None = None) -> dict[str, Floats]:
-        """Return where the training thread's seconds went, of rank 0 or another."""
+        """Return the seconds of the training thread by part, of rank 0 or another."""
         prefix = "split" if rank is None else f"ranks.{rank}"
         return {name: self.column(f"{prefix}.{name}") for name in SPLIT}
 
     def phases_of(self, rank: int | None = None) -> dict[str, Floats]:
-        """Return where the exchange's seconds went, by phase, of rank 0 or another."""
+        """Return the seconds of the exchange by phase, of rank 0 or another."""
         prefix = "seconds" if rank is None else f"ranks.{rank}.seconds"
         return {name: np.nan_to_num(self.column(f"{prefix}.{name}")) for name in self.names(prefix)}
 
@@ -282,10 +263,7 @@ class Run:
         return np.nancumsum(self.column("sent_bytes"))
 
     def communication(self, rank: int | None = None) -> tuple[Floats, Floats]:
-        """Return seconds of communication and of computation in each step, of rank 0 or another.
-
-        Computation is forward and backward, update, and what the exchange itself computes. The two overlap.
-        """
+        """Return the seconds of communication and of computation in each step, which overlap."""
         phases, split = self.phases_of(rank), self.split_of(rank)
         travelling = [seconds for name, seconds in phases.items() if name in COMMUNICATION]
         computing = [seconds for name, seconds in phases.items() if name not in COMMUNICATION]
@@ -307,7 +285,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """What became of the run: "ended", "failed", or "unfinished": running still, or killed."""
+        """ "ended", "failed", or "unfinished": running still, or killed."""
         if self.last_event in ENDS:
             return "ended" if self.last_event == "end" else "failed"
         planned = _number(self.header.get("steps"))
@@ -350,7 +328,3 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
-
-
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    return [(pair[0], pair[1]) for pair in _sequence(value) if isinstance(pair, list) and len(pair) == 2]

@@ -283,9 +283,3 @@ def from_row(row: Sequence[float]) -> dict[str, Any]:
         parts = {part: next(numbers) for part in each.parts}
         found |= parts if name == "split" else {name: {part: value for part, value in parts.items() if value}}
     return found
-
-
-def docs_row(name: str, each: Figure) -> str:
-    """Return a figure's row in the tables of docs/accounting.md."""
-    tag = f"`{each.tag}{'/...' if each.parts else ''}`" if each.tag else ""
-    return f"| `{name}` | {each.unit} | {'each' if each.per_rank else ''} | {tag} | {each.definition} |"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from oktopk.telemetry.format import format_value
 from oktopk.telemetry.record import ratio_of, sparsity_of
-from oktopk.telemetry.schema import StepRecord
+from oktopk.telemetry.schema import StepRecord, add_by_name
 
 
 @dataclass
@@ -27,15 +28,12 @@ class PhaseSummary:
         self.steps += 1
         self.sent_bytes += record.sent_bytes
         self.received_bytes += record.received_bytes
-        for name, spent in record.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.seconds = add_by_name([self.seconds, record.seconds])
         if record.skipped:
             self.skipped += 1
             return
-        self.numel += record.numel
-        self.nnz += record.nnz
-        self.wanted += record.wanted
-        self.selected += record.selected
+        for name in ("numel", "nnz", "wanted", "selected"):
+            setattr(self, name, getattr(self, name) + getattr(record, name))
 
     @property
     def sparsity(self) -> float | None:
@@ -80,14 +78,12 @@ class Summary:
         for name in sorted({*self.dense.seconds, *self.sparse.seconds}):
             rows.append((f"seconds in {name}", self.dense.seconds.get(name), self.sparse.seconds.get(name)))
         lines = [f"{'':24}{'dense':>16}{'sparse':>16}"]
-        lines += [f"{name:24}{_shown(dense):>16}{_shown(sparse):>16}" for name, dense, sparse in rows]
+        lines += [f"{name:24}{_written(dense):>16}{_written(sparse):>16}" for name, dense, sparse in rows]
         lines.append(f"compression was active on {self.sparse.steps} of {self.steps} steps")
         if self.nonfinite:
             lines.append(f"skipped {self.nonfinite} steps with a non-finite gradient")
         return "\n".join(lines)
 
 
-def _shown(value: float | None) -> str:
-    if value is None:
-        return "n/a"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+def _written(value: float | None) -> str:
+    return format_value(value, "count" if isinstance(value, int) else "number")

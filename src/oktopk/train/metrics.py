@@ -1,10 +1,10 @@
-"""What the recogniser wrote, and how wrong it is: greedy decoding, word and character error rates."""
+"""Greedy decoding, and word and character error rates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
+from typing import Any
 
 import jiwer
 import torch
@@ -31,7 +31,7 @@ def _collapsed(row: Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Edits and what they are counted against; sums over batches and over ranks mean what they say.
+    """Edits, and the words and characters of the references; they may be summed over batches and ranks.
 
     >>> Counts(word_edits=1, words=4) + Counts(words=4, character_edits=3)
     Counts(word_edits=1, words=8, character_edits=3, characters=0)
@@ -47,7 +47,7 @@ class Counts:
 
     @property
     def wer(self) -> float | None:
-        """Word edits per word of the references: above 1.0 if more was written than said; None without words."""
+        """Word edits per word of the references, which may be above 1.0; None without words."""
         return self.word_edits / self.words if self.words else None
 
     @property
@@ -61,9 +61,8 @@ class Counts:
 
     @staticmethod
     def from_tensor(counts: Tensor) -> Counts:
-        """Return the counts that `to_tensor` gave, or the sum of several."""
-        word_edits, words, character_edits, characters = counts.tolist()
-        return Counts(word_edits=word_edits, words=words, character_edits=character_edits, characters=characters)
+        """Return the counts of `to_tensor`, or of a sum of several."""
+        return Counts(**dict(zip(Counts.__dataclass_fields__, counts.tolist(), strict=True)))
 
 
 class Transcripts:
@@ -89,34 +88,23 @@ class Transcripts:
 
     def counts(self) -> Counts:
         """Return the edits over all utterances added so far."""
-        pairs = [
-            (said.strip(), written.strip()) for said, written in zip(self.references, self.hypotheses, strict=True)
-        ]
-        word_edits, words = _edits(pairs, jiwer.process_words, str.split)
-        character_edits, characters = _edits(pairs, jiwer.process_characters, list)
-        return Counts(word_edits=word_edits, words=words, character_edits=character_edits, characters=characters)
-
-
-class _Aligned(Protocol):
-    substitutions: int
-    deletions: int
-    insertions: int
-    hits: int
+        words = _edits(self.references, self.hypotheses, jiwer.process_words, str.split)
+        characters = _edits(self.references, self.hypotheses, jiwer.process_characters, list)
+        return Counts.from_tensor(torch.tensor([*words, *characters]))
 
 
 def _edits(
-    pairs: Sequence[tuple[str, str]],
-    align: Callable[[list[str], list[str]], _Aligned],
-    units: Callable[[str], list[str]],
+    said: Sequence[str], written: Sequence[str], align: Callable[..., Any], units: Callable[[str], list[str]]
 ) -> tuple[int, int]:
     """Return the edits, and the units of the references.
 
-    Where nothing was said all that was written is insertions; not every version of jiwer takes an empty reference.
+    A hypothesis without a reference is all insertions; not every version of jiwer takes an empty reference.
     """
-    inserted = sum(len(units(written)) for said, written in pairs if not said)
-    spoken = [(said, written) for said, written in pairs if said]
+    pairs = [(a.strip(), b.strip()) for a, b in zip(said, written, strict=True)]
+    inserted = sum(len(units(b)) for a, b in pairs if not a)
+    spoken = [(a, b) for a, b in pairs if a]
     if not spoken:
         return inserted, 0
-    found = align([said for said, _ in spoken], [written for _, written in spoken])
+    found = align([a for a, _ in spoken], [b for _, b in spoken])
     edits = found.substitutions + found.deletions + found.insertions
     return inserted + edits, found.hits + found.substitutions + found.deletions
