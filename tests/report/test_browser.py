@@ -190,16 +190,22 @@ def test_the_rank_is_chosen(browser: Any, pages: Path) -> None:
 
 
 @pytest.mark.long
-def test_series_are_switched_off_and_on(browser: Any, pages: Path) -> None:
+def test_series_definitions_and_the_colour_scheme_are_switched(browser: Any, pages: Path) -> None:
     seen = opened(browser, pages / "one.html")
     for wanted in (False, True):
         seen.click("bytes-0", 'data-series="dense would send"')
         visible = {trace["name"]: trace["visible"] for trace in seen.plot("bytes-0")}
         assert visible.pop("dense would send") is wanted
         assert all(visible.values())
-    assert (
-        seen.page.locator('[data-chart="bytes-0"] button[data-series="gather"]').get_attribute("aria-pressed") == "true"
-    )
+    gather = seen.page.locator('[data-chart="bytes-0"] button[data-series="gather"]')
+    assert gather.get_attribute("aria-pressed") == "true"
+    seen.plot("loss-0")
+    color = "getComputedStyle(document.querySelector('[data-chart=\"loss-0\"] .xtitle')).fill"
+    light = seen.page.evaluate(color)
+    seen.page.emulate_media(color_scheme="dark")
+    seen.until(f"{color} !== '{light}'")
+    seen.page.locator('[data-chart="loss-0"] a.definition').click()
+    assert seen.page.locator("#def-a-training-run").is_visible()
 
 
 def test_the_axis_is_chosen(browser: Any, pages: Path) -> None:
@@ -228,23 +234,6 @@ def test_another_run_is_chosen_and_names_are_texts(browser: Any, pages: Path) ->
     losses = [step["loss"] for step in steps_of(SECOND)]
     assert seen.plot("loss-1")[0]["y"] == pytest.approx(losses, rel=1e-6)
     assert seen.complaints == []
-
-
-@pytest.mark.long
-def test_a_definition_opens(browser: Any, pages: Path) -> None:
-    seen = opened(browser, pages / "one.html")
-    seen.page.locator('[data-chart="loss-0"] a.definition').click()
-    assert seen.page.locator("#def-a-training-run").is_visible()
-
-
-@pytest.mark.long
-def test_the_scheme_changes_while_it_is_open(browser: Any, pages: Path) -> None:
-    seen = opened(browser, pages / "one.html")
-    seen.plot("loss-0")
-    color = "getComputedStyle(document.querySelector('[data-chart=\"loss-0\"] .xtitle')).fill"
-    light = seen.page.evaluate(color)
-    seen.page.emulate_media(color_scheme="dark")
-    seen.until(f"{color} !== '{light}'")
 
 
 def write_long_run(folder: Path, steps: int) -> None:

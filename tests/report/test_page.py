@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -16,14 +17,19 @@ from typer.testing import CliRunner
 from oktopk.cli.root import app
 from oktopk.errors import SettingError
 from oktopk.report import page
-from oktopk.report.charts import Group, Series, charts_of, extremes, thinned
-from oktopk.report.definitions import accounting, anchor, as_html
-from oktopk.report.page import chart_data, make_page, packed, unpacked
+from oktopk.report.charts import charts_of, extremes, thinned
+from oktopk.report.page import anchor, chart_data, definitions, make_page, packed
 from oktopk.report.report import make_report
 from oktopk.report.tables import tables_of
 from oktopk.telemetry.format import format_value
 from oktopk.telemetry.run import Run
 from tests.report.synthetic import make_run, write_run
+
+
+def unpacked(text: str) -> list[float]:
+    """Return the values that `packed` packed."""
+    return list(np.frombuffer(base64.b64decode(text), dtype="<f4").tolist())
+
 
 EVIL = "</script><img src=x onerror=alert(1)>&\"'"
 MOST_BYTES = 6_000_000
@@ -96,13 +102,15 @@ def test_every_definition_that_is_linked_is_there(made: str) -> None:
 
 
 def test_the_definitions_are_those_of_the_docs() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "accounting.md"
-    assert accounting() == docs.read_text()
+    docs, html = Path(__file__).parents[2] / "docs" / "accounting.md", definitions()
     for heading in re.findall(r"^#+ (.*)$", docs.read_text(), re.M):
-        assert f'id="{anchor(heading)}"' in as_html()
+        assert f'id="{anchor(heading)}"' in html
+    assert "<code>nominal_bytes</code>" in html
 
 
 def test_charts_have_titles_units_and_data() -> None:
+    single = thinned(charts_of(Run.of(make_run(steps=1, dense_steps=0)))["Learning"][0], 10)
+    assert single.groups[0].series[0].y.size == 1
     for charts in charts_of(Run.of(make_run())).values():
         assert charts
         for chart in charts:
@@ -160,18 +168,12 @@ def test_totals_are_not_thinned() -> None:
     sent = sum(record["sent_bytes"] for record in records if record["kind"] == "step")
     assert report.table("bytes").rows[-3][1] == sent
     encoded = chart_data(make_report([Run.of(records)]))
-    assert len(list(unpacked(encoded["loss-0"]["groups"][0]["series"][0]["y"]))) <= page.MOST_POINTS + 4
+    assert len(unpacked(encoded["loss-0"]["groups"][0]["series"][0]["y"])) <= page.MOST_POINTS + 4
 
 
 @given(st.lists(st.floats(width=32, allow_infinity=False), max_size=20))
 def test_numbers_survive_packing(values: list[float]) -> None:
-    assert list(unpacked(packed(np.array(values)))) == pytest.approx(values, nan_ok=True)
-
-
-def test_one_point_and_no_series() -> None:
-    chart = thinned(charts_of(Run.of(make_run(steps=1, dense_steps=0)))["Learning"][0], 10)
-    assert chart.groups[0].series[0].y.size == 1
-    assert Group({}, [Series("", np.empty(0), "blue")]).series
+    assert (unpacked(packed(np.array(values)))) == pytest.approx(values, nan_ok=True)
 
 
 def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +186,11 @@ def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "<h1>run</h1>" in (tmp_path / "report.html").read_text()
 
 
-def test_the_same_name_twice_is_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_told_apart_and_text_does_not_mix_with_json(tmp_path: Path) -> None:
     folder = str(write_run(tmp_path / "run", make_run()))
     invoked = CliRunner().invoke(app, ["report", folder, folder, "--json"])
     assert [run["name"] for run in json.loads(invoked.stdout)["runs"]] == ["run", "run (2)"]
-
-
-def test_text_and_json_do_not_mix(tmp_path: Path) -> None:
-    invoked = CliRunner().invoke(app, ["report", str(write_run(tmp_path, make_run())), "--text", "--json"])
+    invoked = CliRunner().invoke(app, ["report", folder, "--text", "--json"])
     assert (invoked.exit_code, "choose one" in invoked.stderr) == (2, True)
 
 

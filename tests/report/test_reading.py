@@ -68,12 +68,11 @@ def test_lines_that_are_no_records_are_named(tmp_path: Path) -> None:
     report = report_of_text(tmp_path, first + "garbage\n[1]\n" + "".join(rest) + "\xff\xfe\n")
     assert report.run.num_steps == 6
     assert "3 lines (2, 3, 14)" in banners(report)
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     report = report_of_text(tmp_path, random.Random(1).randbytes(2000) + b"\n" + TEXT.encode())
     assert report.run.num_steps == 6
     assert "no records" in banners(report)
+    for text in ("null\n", "{}\n", "\0\0\0"):
+        assert report_of_text(tmp_path, text).run.num_steps == 0
 
 
 def test_a_later_version_is_named(tmp_path: Path) -> None:
@@ -112,21 +111,16 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
     assert "of 6 steps: ended by a <b>flood</b>" in report.notes[0].text
 
 
-def test_a_run_that_failed_and_went_on_did_not_fail(tmp_path: Path) -> None:
+def test_the_end_of_a_run_skipped_steps_and_repeated_ones_are_told(tmp_path: Path) -> None:
     failed = {"kind": "event", "event": "failed", "step": 0, "message": "no luck"}
     assert report_of(write_run(tmp_path, [RECORDS[0], failed, *RECORDS[1:]])).run.state == "ended"
     assert report_of(write_run(tmp_path, [RECORDS[0], failed, *RECORDS[1:4]])).run.state == "unfinished"
-
-
-def test_two_runs_in_one_file(tmp_path: Path) -> None:
-    assert "Step numbers repeat" in banners(report_of(write_run(tmp_path, [*RECORDS, *RECORDS])))
-
-
-def test_skipped_steps_and_none_sparse_are_told(tmp_path: Path) -> None:
-    skipped = report_of(write_run(tmp_path, make_run(steps=6, dense_steps=2, skipped=(3, 4))))
-    assert "2 steps were skipped" in banners(skipped)
-    dense = report_of(write_run(tmp_path, make_run(steps=6, dense_steps=6)))
-    assert "compression was not active" in banners(dense)
+    for records, banner in (
+        ([*RECORDS, *RECORDS], "Step numbers repeat"),
+        (make_run(steps=6, dense_steps=2, skipped=(3, 4)), "2 steps were skipped"),
+        (make_run(steps=6, dense_steps=6), "compression was not active"),
+    ):
+        assert banner in banners(report_of(write_run(tmp_path, records)))
 
 
 def test_what_a_jsonl_sink_wrote(tmp_path: Path) -> None:
@@ -179,7 +173,7 @@ def test_numbers_that_nobody_measured_are_none(tmp_path: Path) -> None:
     assert report.table("phases").rows
 
 
-def test_a_reader_takes_what_is_added(tmp_path: Path) -> None:
+def test_a_reader_takes_added_records_and_reads_a_file_written_anew_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(TEXT[:100])
     reader, found = MetricsReader(path), list[Any]()
@@ -188,17 +182,12 @@ def test_a_reader_takes_what_is_added(tmp_path: Path) -> None:
         assert not reader.has_begun_again()
         found += reader.new()
     assert found == RECORDS
-
-
-def test_a_file_that_is_written_anew_is_read_again(tmp_path: Path) -> None:
-    path = write_run(tmp_path, RECORDS) / "metrics.jsonl"
-    reader = MetricsReader(path)
-    assert len(list(reader.new())) == len(RECORDS)
     anew = tmp_path / "anew"
     anew.write_text(TEXT[:3000])
     anew.replace(path)
     assert reader.has_begun_again()
     assert list(reader.new()) == list(read_records(path))
+    assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])

@@ -35,16 +35,11 @@ def test_one_look(tmp_path: Path) -> None:
     assert f"{sum(step['sent_bytes'] for step in steps) / 1e6:.3g} MB so far" in invoked.stdout
 
 
-def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+def test_added_records_are_taken_and_a_resumed_run_is_read_anew(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     assert "no record yet" in told(watched.look())
     write_run(tmp_path, RECORDS[:5])
     assert "step 4 of 12" in told(watched.look())
-
-
-def test_what_is_added_is_taken_and_a_resumed_run_read_anew(tmp_path: Path) -> None:
-    watched = Watched(write_run(tmp_path, RECORDS[:5]))
-    assert watched.look().num_steps == 4
     with (tmp_path / "metrics.jsonl").open("a") as file:
         line = json.dumps(RECORDS[5]) + "\n"
         file.write(line[:40])
@@ -52,7 +47,6 @@ def test_what_is_added_is_taken_and_a_resumed_run_read_anew(tmp_path: Path) -> N
         assert watched.look().num_steps == 4
         file.write(line[40:])
     assert watched.look().num_steps == 5
-    (tmp_path / "anew").mkdir()
     (write_run(tmp_path / "anew", RECORDS[:3]) / "metrics.jsonl").replace(tmp_path / "metrics.jsonl")
     assert watched.look().num_steps == 2
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 
 import pytest
 import torch
 
 from oktopk import Dense, Reduced, Reducer, Sparse, StepRecord, TopkA, run_local
-from oktopk.telemetry.record import ratio_of, sparsity_of
+from oktopk.telemetry.record import ratio_of, sparsity_of, total_of
 
 
 def test_sparsity_and_compression_of_nothing_something_and_everything() -> None:
@@ -45,14 +45,25 @@ def test_the_record_of_a_sparse_step() -> None:
     assert {"accumulate", "select", "gather", "apply"} <= set(record.seconds)
 
 
-def test_a_record_cannot_be_changed() -> None:
+def test_a_record_cannot_be_changed_and_holds_no_nan() -> None:
+    record = _record(TopkA(density=0.05))
+    assert json.loads(record.to_json())["nnz"] == record.nnz  # raises on NaN
     with pytest.raises(dataclasses.FrozenInstanceError):
-        _record(Dense()).step = 5
+        record.step = 5
 
 
-def test_no_figure_is_ever_nan() -> None:
-    figures = dataclasses.asdict(_record(TopkA(density=0.05)))
-    assert not any(isinstance(figure, float) and math.isnan(figure) for figure in figures.values())
+def test_the_record_of_a_step_merges_its_groups_by_the_catalogue() -> None:
+    one, two = _record(TopkA(density=0.05)), _record(TopkA(density=0.1))
+    both = total_of([dataclasses.replace(one, threshold=None), two], step=7, phase="sparse")
+    assert (both.step, both.numel, both.nnz, both.sparsity) == (7, 200, 15, 1 - 15 / 200)
+    assert both.compression_ratio == pytest.approx(200 / 15)
+    assert (both.sent_bytes, both.world_size, both.threshold) == (one.sent_bytes + two.sent_bytes, 2, two.threshold)
+    assert both.sent_by_phase["gather"] == one.sent_by_phase["gather"] + two.sent_by_phase["gather"]
+    made = both.collectives["gather/all_gather"]
+    assert made["calls"] == sum(part.collectives["gather/all_gather"]["calls"] for part in (one, two))
+    assert sum(count for _, count in made["sizes"]) == 2
+    assert both.buckets[1] == two
+    assert total_of([], step=0, phase="dense").numel == 0
 
 
 @pytest.mark.parametrize(

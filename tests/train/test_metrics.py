@@ -43,20 +43,16 @@ def test_edits_are_levenshtein_distances(said_written: list[tuple[str, str]]) ->
 @given(said_written=pairs, share=st.integers(0, 5))
 def test_counts_sum_over_ranks(said_written: list[tuple[str, str]], share: int) -> None:
     parts = [counted(said_written[:share]), counted(said_written[share:])]
-    assert parts[0] + parts[1] == counted(said_written)
     summed = torch.stack([part.to_tensor() for part in parts]).sum(0)
     assert summed.dtype == torch.int64
     assert Counts.from_tensor(summed) == counted(said_written)
 
 
-def test_rates_are_over_the_corpus_not_a_mean_of_utterances() -> None:
+def test_rates_are_over_the_corpus_not_a_mean_of_utterances_and_may_pass_one() -> None:
     counts = counted([("ONE", "TWO"), ("A B C D E F G H I", "A B C D E F G H I")])
-    assert counts.wer == pytest.approx(0.1)
-    assert counts.cer == pytest.approx(3 / 20)
-
-
-def test_more_written_than_said_passes_one() -> None:
+    assert (counts.wer, counts.cer) == pytest.approx((0.1, 3 / 20))
     assert counted([("A", "B C D")]).wer == 3.0
+    assert (counted([("ONE TWO", "")]).wer, counted([("ONE TWO", "")]).cer) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("said_written", [[], [("", "")], [("", "NOISE")], [("  ", "")]])
@@ -64,10 +60,6 @@ def test_a_rate_of_nothing_is_none(said_written: list[tuple[str, str]]) -> None:
     counts = counted(said_written)
     assert (counts.wer, counts.cer) == (None, None)
     assert counts.word_edits == sum(len(written.split()) for _, written in said_written)
-
-
-def test_nothing_written_is_all_wrong() -> None:
-    assert (counted([("ONE TWO", "")]).wer, counted([("ONE TWO", "")]).cer) == (1.0, 1.0)
 
 
 def test_refuses_a_hypothesis_too_few() -> None:

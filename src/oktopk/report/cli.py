@@ -1,4 +1,4 @@
-"""`oktopk report` and `oktopk watch`: what runs came to, and how one is doing."""
+"""`oktopk report` and `oktopk watch`: the figures of finished and of running runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rich.console import Console
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import SettingError
 from oktopk.report import page
-from oktopk.report.export import write_csv
-from oktopk.report.report import as_json, make_report
+from oktopk.report.report import as_json, make_report, write_csv
 from oktopk.report.text import print_report
 from oktopk.report.watch import EVERY_S, follow
 from oktopk.telemetry.run import Run, load_run
@@ -28,7 +27,7 @@ def report(
     csv: Annotated[Path | None, typer.Option(metavar="DIR", help="Every table as a CSV file, every step too.")] = None,
     as_object: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
 ) -> None:
-    """Show what a run came to, or several side by side: one HTML file that works offline.
+    """Show the figures of a run, or of several side by side: one HTML file that works offline.
 
     oktopk report runs/NAME                     report.html: loss, WER, bytes, time, messages, balance, events
     oktopk report runs/ONE runs/TWO -o both.html    the two over each other, and side by side

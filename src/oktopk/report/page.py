@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator
+import re
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from oktopk import __version__
 from oktopk.errors import SettingError
-from oktopk.report.charts import AXES, Chart, Group, thinned
-from oktopk.report.definitions import anchor, as_html
+from oktopk.report.charts import AXES, Chart, thinned
 from oktopk.report.report import Report
 from oktopk.telemetry.format import format_value
 from oktopk.telemetry.run import Floats
 
 NEEDED = ("jinja2", "plotly", "markdown_it")
 MOST_POINTS, FEWEST_POINTS = 1000, 40
-"""Places of a group of curves."""
+"""Limits of the places of a group of curves, because more are narrower than a pixel and fewer show no curve."""
 
 ALL_NUMBERS = 120_000
-"""In a page, so that with plotly.js (4.8 MB) it stays below 6 MB: 5.4 characters each."""
+"""Numbers in a page, because with plotly.js (4.8 MB) it then stays below 6 MB: 5.4 characters each."""
 
 
 def check_possible() -> None:
-    """Raise if what makes the page is missing."""
+    """Raise if a package that makes the page is missing."""
     for module in NEEDED:
         if find_spec(module) is None:
             raise SettingError(
@@ -49,7 +49,7 @@ def make_page(report: Report) -> str:
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
         report=report,
         version=__version__,
-        definitions=Markup(as_html()),
+        definitions=Markup(definitions()),
         data=Markup(as_script(chart_data(report))),
         plotly=Markup(get_plotlyjs()),
         css=Markup(_own("page.css")),
@@ -58,29 +58,19 @@ def make_page(report: Report) -> str:
 
 
 def as_script(value: Any) -> str:
-    """Return the value as JSON that cannot end the script it stands in, whatever names are in it."""
+    """Return the value as JSON that cannot end the script in which it stands."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def chart_data(report: Report) -> dict[str, Any]:
     """Return all charts by their id in the page, thinned so that the page stays small."""
-    charts = dict(_charts(report))
-    numbers = sum(_columns(group) for chart in charts.values() for group in chart.groups)
-    points = int(min(MOST_POINTS, max(FEWEST_POINTS, ALL_NUMBERS // max(numbers, 1))))
-    return {name: _encoded(thinned(chart, points)) for name, chart in charts.items()}
-
-
-def _charts(report: Report) -> Iterator[tuple[str, Chart]]:
-    for chart in report.charts:
-        yield chart.name, chart
+    charts = {chart.name: chart for chart in report.charts}
     for i, each in enumerate(report.runs):
-        for chart in (chart for section in each.charts.values() for chart in section):
-            yield f"{chart.name}-{i}", chart
-
-
-def _columns(group: Group) -> int:
-    return len(group.x) + len(group.series)
+        charts |= {f"{chart.name}-{i}": chart for section in each.charts.values() for chart in section}
+    columns = sum(len(group.x) + len(group.series) for chart in charts.values() for group in chart.groups)
+    points = int(min(MOST_POINTS, max(FEWEST_POINTS, ALL_NUMBERS // max(columns, 1))))
+    return {name: _encoded(thinned(chart, points)) for name, chart in charts.items()}
 
 
 def _encoded(chart: Chart) -> dict[str, Any]:
@@ -114,14 +104,25 @@ def packed(values: Floats) -> str:
     return base64.b64encode(np.clip(values, -largest, largest).astype("<f4").tobytes()).decode()
 
 
-def unpacked(text: str) -> Iterable[float]:
-    """Return what `packed` packed.
+def anchor(heading: str) -> str:
+    """Return the id of a heading of docs/accounting.md.
 
-    >>> list(unpacked(packed(np.array([1.0, 2.5]))))
-    [1.0, 2.5]
+    >>> anchor("Nominal figures (the literature's)")
+    'def-nominal-figures-the-literature-s'
     """
-    found: list[float] = np.frombuffer(base64.b64decode(text), dtype="<f4").tolist()
-    return found
+    return "def-" + re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
+
+
+def definitions() -> str:
+    """Return docs/accounting.md, which is linked into the package, as HTML, every heading with its id."""
+    from markdown_it import MarkdownIt
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = markdown.parse(_own("accounting.md"))
+    for opening, inline in pairwise(tokens):
+        if opening.type == "heading_open":
+            opening.attrSet("id", anchor(inline.content))
+    return str(markdown.renderer.render(tokens, markdown.options, {}))
 
 
 def _own(name: str) -> str:

@@ -53,16 +53,10 @@ class Card:
 def tables_of(run: Run) -> list[Table]:
     """Return all tables of a run."""
     makers = (
-        settings_table,
-        phase_table,
-        bytes_table,
-        time_table,
-        rank_table,
-        message_table,
-        region_table,
-        epoch_table,
-    )
-    return [make(run) for make in (*makers, event_table)]
+        settings_table, phase_table, bytes_table, time_table, rank_table, message_table, region_table, epoch_table,
+        event_table,
+    )  # fmt: skip
+    return [make(run) for make in makers]
 
 
 def settings_table(run: Run) -> Table:

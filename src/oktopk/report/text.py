@@ -10,35 +10,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 
-from oktopk.report.report import Report, RunReport
+from oktopk.report.report import Report
 from oktopk.report.tables import Card, Table
 from oktopk.report.warnings import Note
 from oktopk.telemetry.format import format_value
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 MOST_TURNED = 8
-"""Rows of a table that is turned if it is too wide."""
+"""Rows of a table that is turned if it is too wide, because each of them becomes a column."""
 
 LONGEST = 40
-"""Rows of a table that a terminal is shown; CSV has all."""
+"""Rows of a table on a terminal, because nobody scrolls further; CSV has all."""
 
 
 def print_report(report: Report, out: Console) -> None:
-    """Print every table."""
+    """Print every table, those of a run after its warnings."""
     if report.comparison is not None:
         out.print(as_table(report.comparison, out.width))
     for each in report.runs:
-        print_run(each, out)
-
-
-def print_run(each: RunReport, out: Console) -> None:
-    """Print the tables of a run, after what has to be said of it."""
-    out.rule(f"[bold]{escape(each.run.name)}[/]")
-    for note in each.notes:
-        out.print(as_line(note))
-    out.print(headlines(each.cards))
-    for table in each.tables:
-        out.print(as_table(table, out.width))
+        out.rule(f"[bold]{escape(each.run.name)}[/]")
+        for note in each.notes:
+            out.print(as_line(note))
+        out.print(headlines(each.cards))
+        for table in each.tables:
+            out.print(as_table(table, out.width))
 
 
 def as_line(note: Note) -> str:

@@ -1,4 +1,4 @@
-"""What has to be said of a run before its figures: that it is not over, that it failed, that its file is damaged."""
+"""Warnings above the figures of a run: it is not over, it failed, its file is damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Note:
 
 
 def notes_of(run: Run) -> list[Note]:
-    """Return what the reader has to know."""
+    """Return the warnings and notes of a run."""
     if not run.num_steps and not run.events and not run.header:
         return [Note("warning", "The file holds no record yet."), *_damage(run)]
     return [*_ending(run), *_damage(run), *_content(run)]
@@ -38,20 +38,16 @@ def _ending(run: Run) -> list[Note]:
 
 
 def _damage(run: Run) -> list[Note]:
-    notes = []
+    texts = []
     if run.is_cut:
-        notes.append(
-            Note("warning", "The file ends amid a line, which is left out: it is being written, or was cut off.")
-        )
+        texts.append("The file ends amid a line, which is left out: it is being written, or was cut off.")
     if run.bad_lines:
         lines = ", ".join(map(str, run.bad_lines[:SHOWN_LINES])) + ", ..." * (len(run.bad_lines) > SHOWN_LINES)
-        notes.append(Note("warning", f"Left out, since they are no records: {len(run.bad_lines):,} lines ({lines})."))
+        texts.append(f"Left out, since they are no records: {len(run.bad_lines):,} lines ({lines}).")
     if run.version != VERSION:
-        notes.append(
-            Note("warning", f"The file is of version {run.version!r}, this report knows version {VERSION}: what it has "
-                 "under other names is missing here.")
-        )  # fmt: skip
-    return notes
+        versions = f"version {run.version!r}, this report knows version {VERSION}"
+        texts.append(f"The file is of {versions}: what it has under other names is missing here.")
+    return [Note("warning", text) for text in texts]
 
 
 def _content(run: Run) -> list[Note]:

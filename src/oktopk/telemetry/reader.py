@@ -1,4 +1,4 @@
-"""Reading `metrics.jsonl` as it is: being written, cut off, of another version, empty."""
+"""Reading `metrics.jsonl`, also while it is being written, or when it is cut off, empty or of another version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METRICS = "metrics.jsonl"
 
 
 class NoRunError(OktopkError, ValueError):
-    """What was named as a run is none."""
+    """The path that was named as a run is none."""
 
 
 def metrics_of(run: Path) -> Path:

@@ -268,7 +268,7 @@ def to_row(values: Mapping[str, Any]) -> list[float]:
     """Return the per-rank figures of a step as numbers, NaN for None, in the order of the catalogue."""
     row: list[float | None] = []
     for name, each in _rank_figures().items():
-        row += [values[name].get(part, 0) for part in each.parts] if each.parts else [values[name]]
+        row += [values[name].get(part, 0) for part in each.parts] if each.parts else [values.get(name)]
     return [math.nan if value is None else float(value) for value in row]
 
 

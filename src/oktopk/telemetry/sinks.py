@@ -30,6 +30,7 @@ CHARTS = {
         "ratio": "compression/ratio",
         "selected of k": "compression/selected_of_k",
         "thresholds": "threshold/.*",
+        "steps waited": "wait/.*",
     },
     "Traffic": {"bytes a step": "bytes/(sent|received)", "bytes by phase": "bytes_by_phase/.*"},
     "Time": {"seconds of a step": "seconds_of_step/.*", "seconds of the exchange": "seconds_of_exchange/.*"},
@@ -145,25 +146,24 @@ class Sinks:
     def write(self, record: StepRecord) -> None:
         """Hand the record to every sink, soon; wait only for those that are far behind."""
         with self._changed:
-            if self._at is not None and time.monotonic() - self._since_s > self._patience_s:
-                self._wait_for(self._is_elsewhere_than(self._at), GRACE_S)
+            at, since_s = self._at, self._since_s
+            if at is not None and time.monotonic() - since_s > self._patience_s:
+                self._wait_for(lambda: (self._at, self._since_s) != (at, since_s), GRACE_S)
             self._wait_for(lambda: len(self._due) < BACKLOG, self._patience_s)
-            self._call_all([(sink, partial(sink.write, record)) for sink in self._sinks])
+            self._due.extend((sink, partial(sink.write, record)) for sink in self._sinks)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Close every sink, after its last record; wait for none longer than the patience."""
         with self._changed:
-            self._call_all([(sink, sink.close) for sink in self._sinks])
+            self._due.extend((sink, sink.close) for sink in self._sinks)
+            self._changed.notify_all()
             self._wait_for(lambda: not self._due and self._at is None, self._patience_s)
             thread, self._thread = self._thread, None
             self._sinks.clear()
             self._changed.notify_all()
         if thread is not None:
             thread.join(self._patience_s)
-
-    def _call_all(self, calls: Sequence[tuple[Sink, Callable[[], None]]]) -> None:
-        self._due.extend(calls)
-        self._changed.notify_all()
 
     def _start(self) -> None:
         """Start a thread that makes the calls, if there is a sink to call."""
@@ -172,7 +172,7 @@ class Sinks:
             self._thread.start()
 
     def _wait_for(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Wait; as often as that takes too long, drop the sink that is being called."""
+        """Wait; each time that takes too long, drop the sink that is being called."""
         while not self._changed.wait_for(ready, seconds) and self._at is not None:
             sink, self._at = self._at, None
             self._drop(sink)
@@ -183,43 +183,32 @@ class Sinks:
                 _log.warning("the last records did not reach %s: %r", [_name_of(each) for each in self._sinks], error)
                 self._due.clear()
 
-    def _is_elsewhere_than(self, sink: Sink) -> Callable[[], bool]:
-        since_s = self._since_s
-        return lambda: self._at is not sink or self._since_s != since_s
-
     def _drop(self, sink: Sink) -> None:
         self._sinks.remove(sink)
         self._due = deque(each for each in self._due if each[0] is not sink)
 
     def _run(self) -> None:
-        while (call := self._next()) is not None:
-            sink, write = call
+        """Make the calls, until another thread makes them or there are no more sinks."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._is_given_up())
+                if self._is_given_up():
+                    return
+                sink, call = self._due.popleft()
+                self._at, self._since_s = sink, time.monotonic()
             error: Exception | None = None
             try:
-                write()
-            except Exception as raised:  # whatever a user's sink raises, training goes on without it
+                call()
+            except Exception as raised:  # of a user's sink: training goes on without it
                 error = raised
-            self._is_over(sink, error)
-
-    def _next(self) -> tuple[Sink, Callable[[], None]] | None:
-        """Wait for the next call; None when this thread is not to make any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._due or self._is_given_up())
-            if self._is_given_up():
-                return None
-            call = self._due.popleft()
-            self._at, self._since_s = call[0], time.monotonic()
-            return call
-
-    def _is_over(self, sink: Sink, error: Exception | None) -> None:
-        with self._changed:
-            if self._is_given_up():
-                return
-            self._at = None
-            if error is not None:
-                self._drop(sink)
-                _log.warning("sink %s failed, and gets no more records: %r", _name_of(sink), error)
-            self._changed.notify_all()
+            with self._changed:
+                if self._is_given_up():
+                    return
+                self._at = None
+                if error is not None:
+                    self._drop(sink)
+                    _log.warning("sink %s failed, and gets no more records: %r", _name_of(sink), error)
+                self._changed.notify_all()
 
     def _is_given_up(self) -> bool:
         return self._thread is not threading.current_thread()

@@ -31,19 +31,12 @@ def _collapsed(row: Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Edits, and the words and characters of the references; they may be summed over batches and ranks.
-
-    >>> Counts(word_edits=1, words=4) + Counts(words=4, character_edits=3)
-    Counts(word_edits=1, words=8, character_edits=3, characters=0)
-    """
+    """Edits, and the words and characters of the references; they may be summed over batches and ranks."""
 
     word_edits: int = 0
     words: int = 0
     character_edits: int = 0
     characters: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts.from_tensor(self.to_tensor() + other.to_tensor())
 
     @property
     def wer(self) -> float | None:
