@@ -42,7 +42,7 @@ def expected() -> dict[str, dict[int, Any]]:
     for kind, records in ((TrainStep, STEPS), (EpochRecord, [EPOCH])):
         for record in records:
             for name, figure in catalogue(kind).items():
-                values = record[name] if figure.parts else {"": record[name]}
+                values = record[name] if figure.parts else {"": record.get(name)}
                 for part, value in values.items() if figure.tag else ():
                     tag = f"{figure.tag}/{part}".rstrip("/")
                     found.setdefault(tag, {})
@@ -73,7 +73,8 @@ def test_a_line_is_there_as_soon_as_it_is_written_and_holds_no_nan(tmp_path: Pat
     sink = JsonlSink(path)
     for number, step in enumerate(STEPS, 1):
         sink.write(TrainStep(**step))
-        assert list(read_records(path)) == STEPS[:number]
+        found = [{name: record[name] for name in step} for record in read_records(path)]
+        assert found == STEPS[:number]
     for value in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="JSON compliant"):
             sink.write(TrainStep(**{**STEPS[0], "loss": value}))
