@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
-from oktopk import Dense, Reduced, Reducer, Sparse, StepRecord, TopkA, run_local
+from oktopk import Dense, OkTopk, Reduced, Reducer, Sparse, StepRecord, TopkA, run_local
 from oktopk.telemetry.record import ratio_of, sparsity_of, total_of
+from tests.cases import device_step
 
 
 def test_sparsity_and_compression_of_nothing_something_and_everything() -> None:
@@ -94,3 +95,19 @@ def test_a_custom_algorithm_that_does_not_count_is_counted_for(taken: torch.Tens
     ((record, residual),) = run_local(1, job)
     assert record.selected == selected
     assert int(residual.count_nonzero()) == 4 - selected
+
+
+def test_the_oldest_wait_is_that_of_the_element_that_no_step_sends() -> None:
+    """Of three elements one is sent each step: the largest, until the residual of another has outgrown it."""
+
+    def job(comm: object) -> list[int | None]:
+        reducer, waits = Reducer(TopkA(density=0.3), comm), []
+        for _ in range(6):
+            reducer.all_reduce(torch.tensor([2.2, 1.0, 0.0]))
+            waits.append(reducer.last.oldest_wait_steps)
+        return waits
+
+    assert run_local(2, job) == [[1, 2, 1, 1, 2, 1]] * 2
+    assert _record(Dense()).oldest_wait_steps == 0
+    with device_step():  # where the host must not wait for it
+        assert _record(OkTopk(density=0.05)).oldest_wait_steps is None

@@ -76,6 +76,7 @@ class StepStats:
     owners: tuple[int, ...] = ()
     threshold: float | None = None
     global_threshold: float | None = None
+    oldest_wait_steps: int | None = None
 
     @staticmethod
     def of(reduced: Reduced, numel: int, state: Any) -> StepStats:

@@ -21,6 +21,7 @@ from oktopk.comm import Comm
 from oktopk.feedback import Residual
 from oktopk.state import from_plain, kind_of, to_plain
 from oktopk.steps.context import StepContext
+from oktopk.steps.waits import WaitSample
 
 FIRST_GROUP_BYTES = 1 << 20
 """Bytes of the first group: small, like DDP's first bucket, so that the exchange starts early."""
@@ -43,6 +44,7 @@ class ParamGroup:
         self.dtype = dtype
         self.numel = sum(slot.numel for slot in slots)
         self.residual = Residual(self.numel, wide, device)
+        self.waits = WaitSample(self.numel)
         self.state: Any = None
         self.num_sparse = self.numel  # elements, from the first on, that sparse steps send sparsely
         self.names = [slot.name for slot in slots]  # in the order of backward
@@ -94,6 +96,7 @@ class ParamGroup:
         """Make the residual what `by_name` returned."""
         for name, span in self.spans.items():
             self.residual.held[span] = saved[name]
+        self.waits = WaitSample(self.numel)
         self._has_residual = True  # on all ranks alike, even where this rank's part happens to be zero
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -116,6 +116,7 @@ class _Reduction:
         """Write the means into `outs` and the remainder into the residual's acc; nothing is committed yet."""
         group, split = self._group, self._split
         inputs, first_bad = self._accumulate()
+        before = group.waits.look(group.residual.acc)
         reduced = None if self._algorithm is None else self._reduce_sparse(self._algorithm, inputs)
         self._reduce_dense_(first_bad)
         with self._comm.phase("apply"):
@@ -123,7 +124,8 @@ class _Reduction:
             for name in self.unused:  # DDP drops what is delivered to them
                 span = group.spans[name]
                 group.residual.acc[span] = group.residual.held[span]
-        return NOTHING if reduced is None else StepStats.of(reduced, split, group.state)
+        stats = NOTHING if reduced is None else StepStats.of(reduced, split, group.state)
+        return replace(stats, oldest_wait_steps=group.waits.update_(before, group.residual.acc))
 
     def _find_unused(self) -> list[str]:
         """Return the parameters without a gradient on any rank."""

@@ -61,6 +61,7 @@ def record_of(
         nnz_by_owner=outcome.owners,
         threshold=outcome.threshold,
         global_threshold=outcome.global_threshold,
+        oldest_wait_steps=outcome.oldest_wait_steps,
     )
 
 

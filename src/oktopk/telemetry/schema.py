@@ -172,6 +172,10 @@ class StepRecord:
         "number", "Threshold of the result, as a score; in bounded mode the smallest score delivered.",
         "threshold/global", merge=mean, default=None,
     )  # fmt: skip
+    oldest_wait_steps: int | None = figure(
+        "count", "Longest wait of an element with mass in a sample of the residual; None on the GPU device path.",
+        "wait/oldest", "oldest wait", per_rank=True, merge=largest, default=None,
+    )  # fmt: skip
     skipped: bool = figure("count", "Whether the step was refused as non-finite and delivered nothing.", default=False)
     reason: str | None = figure("text", "Rank and parameter that made the step skipped.", default=None)
     wait_seconds: float | None = figure(
