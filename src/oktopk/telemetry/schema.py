@@ -169,7 +169,7 @@ class StepRecord:
         "number", "Local threshold of the step, as a score.", "threshold/local", merge=mean, default=None
     )
     global_threshold: float | None = figure(
-        "number", "Threshold of the result, as a score; in bounded mode the smallest score delivered.",
+        "number", "Threshold of the result, as a score; with `OkTopk` the smallest score delivered.",
         "threshold/global", merge=mean, default=None,
     )  # fmt: skip
     oldest_wait_steps: int | None = figure(
