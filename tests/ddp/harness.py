@@ -13,7 +13,8 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,6 +103,11 @@ class Worlds:
             assert not isinstance(outcome, Failed), f"rank {rank}: {outcome}"
         return outcomes
 
+    def run_all(self, size: int, fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+        """Return what every rank returned for each case's arguments, by name, all in one world; fail if one raised."""
+        by_rank = self.run(size, _each, fn, dict(cases))
+        return {name: [results[name] for results in by_rank] for name in cases}
+
     def close(self) -> None:
         """End the processes: they wait for a task, and have nothing to put away."""
         for process in self._processes:
@@ -109,6 +115,16 @@ class Worlds:
         end(self._processes)
         for pipe in self._pipes:
             pipe.close()
+
+
+def _each(fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    results = {}
+    for name, args in cases.items():
+        try:
+            results[name] = fn(*args)
+        except Exception as error:
+            raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+    return results
 
 
 def _serve(rank: int, pipe: Connection) -> None:
@@ -152,12 +168,6 @@ def attach(model: DDP, algorithm: Any = None, **settings: Any) -> oktopk.Attache
         return oktopk.attach(model, algorithm, **{**defaults, **settings})
 
 
-def name_of(algorithm: Any) -> str:
-    """Return a short name for a test's id."""
-    words = [type(algorithm).__name__, getattr(algorithm, "ranking", "")]
-    return " ".join(word for word in words if word)
-
-
 class Net(nn.Module):
     """A small net with weights, biases, a norm, and a branch that a forward pass may leave out."""
 
@@ -188,9 +198,28 @@ def loss_of(model: nn.Module, rank: int, step: int, **forward: Any) -> Tensor:
     return nn.functional.mse_loss(model(x, **forward), y)
 
 
+def step_(model: nn.Module, step: int, **forward: Any) -> None:
+    """Make the gradients of this rank's batch of this step, and no others."""
+    model.zero_grad()
+    loss_of(model, dist.get_rank(), step, **forward).backward()
+
+
+def descend_(module: nn.Module, rate: float = 0.05) -> None:
+    """Take a step down the gradients that there are."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= rate * parameter.grad
+
+
 def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a copy of every gradient, in the order of memory, as attachments keep residuals."""
     return {name: None if p.grad is None else in_memory_order(p.grad).clone() for name, p in module.named_parameters()}
+
+
+def delivered_nothing(grads: Mapping[str, Tensor | None]) -> bool:
+    """Whether these are the gradients of a skipped step: zeros."""
+    return not any(bool(grad.any()) for grad in grads.values() if grad is not None)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -230,10 +259,66 @@ def num_buckets(model: DDP) -> int:
     return len(model.reducer._get_zeros_like_grad_buckets())
 
 
+def exchange_threads() -> list[str]:
+    """Return the names of the threads that attachments have started here, but for those that nobody holds."""
+    gc.collect()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("oktopk")]
+
+
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference, over the largest element of what it should be."""
     difference, scale = (ours.double() - theirs.double()).abs().max(), theirs.double().abs().max()
     return float(difference / scale) if scale > 0 else float(difference)
+
+
+def distance(ours: DDP, plain: DDP, backward: Callable[[DDP], None]) -> float:
+    """Return the largest relative error of the gradients of one model, with the plain one's for the same weights."""
+    same_weights_(plain, ours)
+    for model in (plain, ours):
+        backward(model)
+    came, expected = grads_of(ours.module), grads_of(plain.module)
+    assert {n for n, grad in came.items() if grad is None} == {n for n, grad in expected.items() if grad is None}
+    return max(relative_error(came[n], grad) for n, grad in expected.items() if grad is not None and len(grad))
+
+
+class Books:
+    """One rank's accounts, by parameter, in float64.
+
+    sum of applied gradients + mean over ranks of the residual = sum of the mean dense gradients
+    """
+
+    def __init__(self, net: nn.Module, pending: Mapping[str, Tensor] | None = None) -> None:
+        self.applied, self.gradient, self.magnitude = (
+            {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in net.named_parameters()} for _ in range(3)
+        )
+        self.residual: dict[str, Tensor] = {}
+        for name, tensor in (pending or {}).items():
+            self.gradient[name] += tensor
+            self.magnitude[name] += tensor.abs()
+
+    def enter_(self, applied: nn.Module, local: nn.Module, scale: float = 1.0) -> None:
+        """Enter a step: the gradients that DDP delivered, and those of a copy outside of DDP, both of a scaled loss."""
+        for name, grad in grads_of(applied).items():
+            if grad is not None:
+                self.applied[name] += grad.double() / scale
+        for name, grad in grads_of(local).items():
+            if grad is not None:
+                self.gradient[name] += grad.double() / scale
+                self.magnitude[name] += grad.double().abs() / scale
+
+
+def check_balance(by_rank: Sequence[Books], relative: float = 1e-5, held: bool = True) -> None:
+    """Check that no element lost more than a part of its gradients, signs aside, and whether anything is held back."""
+    gradient, magnitude, residual = (
+        mean_of([getattr(books, what) for books in by_rank]) for what in ("gradient", "magnitude", "residual")
+    )
+    for name in gradient:
+        for books in by_rank:
+            missing = (books.applied[name] + residual[name] - gradient[name]).abs()
+            assert bool((missing <= relative * magnitude[name]).all()), (
+                f"{name} lost {float((missing / magnitude[name]).nan_to_num().max()):.3g} of its gradients"
+            )
+    assert not held or any(bool(tensor.any()) for tensor in residual.values())
 
 
 def mean_of(by_rank: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

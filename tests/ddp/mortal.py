@@ -6,15 +6,14 @@ They are forked from a server that has imported torch, so that a job starts in a
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import JsonlSink, OkTopk
 from oktopk.algorithms.base import Reduced
-from tests.ddp.harness import Net, attach, loss_of, weights_of
-from tests.harness import forking
+from tests.ddp.harness import Net, attach, descend_, step_, weights_of
+from tests.harness import end, forking
 
 EXCHANGE_S = 5.0  # attach(timeout=...)
 WORLD_S = 60.0  # init_process_group(timeout=...)
@@ -82,10 +81,8 @@ class Mortals:
     def __init__(self, size: int, plan: Plan) -> None:
         context = forking()
         self.told = [Told() for _ in range(size)]
-        self._change = threading.Condition()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._readers: list[threading.Thread] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_live, args=(rank, size, theirs, plan), daemon=True)
@@ -96,21 +93,14 @@ class Mortals:
         port = self._pipes[0].recv()
         for pipe in self._pipes[1:]:
             pipe.send(port)
-        for rank, pipe in enumerate(self._pipes):
-            self._readers.append(threading.Thread(target=self._read, args=(rank, pipe), daemon=True))
-            self._readers[-1].start()
 
     def __enter__(self) -> Mortals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = [process.pid for process in self._processes if process.is_alive()]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            process.join(10)
-        for reader in self._readers:
-            reader.join(10)
+            process.kill()
+        end(self._processes)
         for pipe in self._pipes:
             pipe.close()
 
@@ -125,48 +115,39 @@ class Mortals:
             pipe.send("end")
 
     def wait_for_step(self, rank: int, step: int, timeout_s: float = START_S) -> None:
-        self._wait(lambda: self.told[rank].step >= step, timeout_s, f"step {step} of rank {rank}")
+        self._listen(lambda: self.told[rank].step >= step, timeout_s, f"step {step} of rank {rank}")
 
     def wait_for_word(self, rank: int, timeout_s: float) -> Told:
         """Return what a rank told in the end: its error, or its checksum."""
         told = self.told[rank]
-        self._wait(lambda: told.said_all or told.gone, timeout_s, f"a word of rank {rank}")
+        self._listen(lambda: told.said_all or told.gone, timeout_s, f"a word of rank {rank}")
         assert told.said_all, f"rank {rank} went without a word: {self.told}"
         return told
 
     def wait_for_exit(self, rank: int, timeout_s: float) -> int:
         """Return a rank's exit code, once it and all that it may have started are gone."""
         process = self._processes[rank]
+        self._listen(lambda: self.told[rank].gone, timeout_s, f"the end of rank {rank}")
         process.join(timeout_s)
         assert process.exitcode is not None, f"rank {rank} did not end in {timeout_s:g} s"
-        assert not _session_is_alive(process.pid), f"rank {rank} left something behind"
+        with pytest.raises(ProcessLookupError):  # its session is empty
+            os.killpg(process.pid, 0)
         return process.exitcode
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
-        with self._change:
-            assert self._change.wait_for(ready, timeout_s), f"waited {timeout_s:g} s for {what}: {self.told}"
-
-    def _read(self, rank: int, pipe: Connection) -> None:
-        told = self.told[rank]
-        while True:
-            try:
-                what, value = pipe.recv()
-            except (EOFError, OSError):
-                what, value = "gone", True
-            with self._change:
-                setattr(told, what, value)
-                told.at_s = time.monotonic() if what in ("error", "checksum") else told.at_s
-                self._change.notify_all()
-            if what == "gone":
-                return
-
-
-def _session_is_alive(pid: int) -> bool:
-    try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    def _listen(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Note what ranks tell until `ready`."""
+        give_up = time.monotonic() + timeout_s
+        while not ready():
+            here = {self._pipes[rank]: told for rank, told in enumerate(self.told) if not told.gone}
+            came = wait(list(here), max(give_up - time.monotonic(), 0))
+            assert came, f"waited {timeout_s:g} s for {what}: {self.told}"
+            for pipe in came:
+                try:
+                    name, value = pipe.recv()
+                except (EOFError, OSError):
+                    name, value = "gone", True
+                setattr(here[pipe], name, value)
+                here[pipe].at_s = time.monotonic() if name in ("error", "checksum") else here[pipe].at_s
 
 
 def _live(rank: int, size: int, pipe: Connection, plan: Plan) -> None:
@@ -177,7 +158,14 @@ def _live(rank: int, size: int, pipe: Connection, plan: Plan) -> None:
     sinks = [] if plan.jsonl is None else [JsonlSink(f"{plan.jsonl}{rank}")]
     attached = attach(model, plan.algorithm, dense_steps=plan.dense_steps, timeout=EXCHANGE_S, sinks=sinks)
     try:
-        _train(rank, model, attached, pipe, plan)
+        for step in range(plan.steps):
+            if plan.before_step is not None:
+                plan.before_step(rank, step, attached)
+            step_(model, step)
+            descend_(model)
+            pipe.send(("step", step))
+        assert attached.active
+        pipe.send(("checksum", sum(float(weight.double().sum()) for weight in weights_of(model.module).values())))
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
         if plan.stays:
@@ -196,17 +184,3 @@ def _join_world(rank: int, size: int, pipe: Connection) -> None:
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), size, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def _train(rank: int, model: DDP, attached: Any, pipe: Connection, plan: Plan) -> None:
-    for step in range(plan.steps):
-        if plan.before_step is not None:
-            plan.before_step(rank, step, attached)
-        model.zero_grad()
-        loss_of(model, rank, step).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-        pipe.send(("step", step))
-    assert attached.active
-    pipe.send(("checksum", sum(float(weight.double().sum()) for weight in weights_of(model.module).values())))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import MemorySink, OkTopk
-from tests.ddp.harness import Net, Worlds, attach, error_of, loss_of
+from tests.ddp.harness import Net, Worlds, attach, error_of, exchange_threads, step_
 
 pytestmark = pytest.mark.processes
 
@@ -22,10 +21,6 @@ class ClosedSink(MemorySink):
 
     def close(self) -> None:
         self.closed = True
-
-
-def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("oktopk")]
 
 
 def num_groups() -> int:
@@ -38,14 +33,14 @@ def drop_both(steps: int) -> dict[str, Any]:
     model = DDP(Net(), bucket_cap_mb=0.01)
     attached = attach(model, OkTopk(density=0.1), sinks=[sink])
     for step in range(steps):
-        loss_of(model, dist.get_rank(), step).backward()
-    during = len(workers()), num_groups() - groups
+        step_(model, step)
+    during = len(exchange_threads()), num_groups() - groups
     watched = weakref.ref(attached)
     del model, attached
     gc.collect()
     return {
         "during": during,
-        "after": (len(workers()), num_groups() - groups),
+        "after": (len(exchange_threads()), num_groups() - groups),
         "gone": watched() is None,
         "closed": sink.closed,
         "records": len(sink.records),
@@ -64,18 +59,17 @@ def test_garbage_collection_of_model_and_handle_joins_the_worker(worlds: Worlds,
 
 def drop_the_handle() -> tuple[list[bool], int]:
     """A script that does not keep what attach() returns is attached all the same."""
-    model, sink = DDP(Net(), bucket_cap_mb=0.01), ClosedSink()
-    attach(model, OkTopk(density=0.1), sinks=[sink])
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    attach(model, OkTopk(density=0.1), sinks=[MemorySink()])
     zeros = []
     for step in range(3):
         gc.collect()
-        model.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
+        step_(model, step)
         zeros.append(bool((model.module.body[0].weight.grad == 0).any()))
-    count = len(workers())
+    count = len(exchange_threads())
     del model
     gc.collect()
-    return zeros, count - len(workers())
+    return zeros, count - len(exchange_threads())
 
 
 def test_a_handle_that_nobody_keeps_still_works(worlds: Worlds) -> None:
@@ -88,7 +82,7 @@ def drop_the_model() -> tuple[bool, bool, int]:
     """A handle that outlives its model: not active, and its records are still there."""
     model = DDP(Net())
     attached = attach(model, OkTopk(density=0.1))
-    loss_of(model, dist.get_rank(), 0).backward()
+    step_(model, 0)
     before = attached.active
     del model
     gc.collect()
@@ -101,30 +95,22 @@ def test_a_handle_without_its_model_is_not_active(worlds: Worlds) -> None:
     assert worlds.run(2, drop_the_model) == [(True, False, 1)] * 2
 
 
-def attach_often() -> tuple[int, int]:
+def attach_often_and_outlive_the_world() -> tuple[int, int, Any, int]:
+    """Scripts call destroy_process_group() and let the rest go as it goes."""
     groups, model = num_groups(), DDP(Net())
     for step in range(5):
         attached = attach(model, OkTopk(density=0.1))
-        loss_of(model, dist.get_rank(), step).backward()
+        step_(model, step)
         attached.detach()
-    return len(workers()), num_groups() - groups
-
-
-def test_attaching_often_leaves_nothing_behind(worlds: Worlds) -> None:
-    assert worlds.run(2, attach_often) == [(0, 0)] * 2
-
-
-def detach_after_the_world_has_ended() -> tuple[Any, int]:
-    """Scripts call destroy_process_group() and let the rest go as it goes."""
-    model = DDP(Net())
+    left = len(exchange_threads()), num_groups() - groups
     attached = attach(model, OkTopk(density=0.1))
-    loss_of(model, dist.get_rank(), 0).backward()
+    step_(model, 5)
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return error_of(attached.detach), len(workers())
+    return *left, error_of(attached.detach), len(exchange_threads())
 
 
-def test_detach_after_the_world_has_ended_and_another_began(worlds: Worlds) -> None:
-    assert worlds.run(2, detach_after_the_world_has_ended) == [(None, 0)] * 2
+def test_attaching_often_and_detaching_after_the_world_has_ended_leave_nothing_behind(worlds: Worlds) -> None:
+    assert worlds.run(2, attach_often_and_outlive_the_world) == [(0, 0, None, 0)] * 2

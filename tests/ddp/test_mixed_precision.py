@@ -19,7 +19,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from oktopk import OkTopk
-from tests.ddp.harness import Net, Worlds, attach, batch, grads_of, mean_of, relative_error, same_bits
+from tests.ddp.harness import (
+    Books,
+    Net,
+    Worlds,
+    attach,
+    batch,
+    check_balance,
+    descend_,
+    grads_of,
+    relative_error,
+    same_bits,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -118,7 +129,7 @@ def train(use: Use) -> list[Came]:
                 dist.all_reduce(mean.div_(dist.get_world_size()))
             assert {p.dtype for p in ours.parameters()} == {SINGLE}
             assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {SINGLE}
-            torch.optim.SGD(ours.parameters(), lr=0.05).step()
+            descend_(ours)
             if step + 1 == use.detach_at:
                 attached.detach()
         attached.detach()
@@ -131,57 +142,41 @@ def present_grads(net: nn.Module) -> dict[str, Tensor]:
     return {name: grad.double() for name, grad in grads_of(net).items() if grad is not None}
 
 
-@pytest.mark.parametrize("name", USES)
-def test_ddps_mixed_precision_trains_as_it_does_without_oktopk(worlds: Worlds, name: str) -> None:
+def test_ddps_mixed_precision_trains_as_it_does_without_oktopk(worlds: Worlds) -> None:
     """Dense steps to the last bit; at density 1 as nearly as the dtype of the sums allows.
 
     But for the first step, in which torch sums tensors that nobody has filled.
     """
-    use = USES[name]
-    for came in worlds.run(2, train, use):
-        for step, each in enumerate(came):
+    for case, by_rank in worlds.run_all(2, train, {name: (use,) for name, use in USES.items()}).items():
+        use = USES[case]
+        for step, each in (pair for came in by_rank for pair in enumerate(came)):
             assert each.ours.keys() == each.plain.keys() == each.mean.keys()
             tolerance = ROUNDING[use.reduce or use.param]
-            assert all(relative_error(each.ours[name], each.mean[name]) <= tolerance for name in each.mean)
-            if step and use.dense_steps:
-                assert same_bits(each.ours, each.plain)
+            assert all(relative_error(each.ours[name], each.mean[name]) <= tolerance for name in each.mean), case
+            assert not step or not use.dense_steps or same_bits(each.ours, each.plain), case
 
 
-def books(param: torch.dtype, reduce: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """Sparse steps with constant weights: what was applied, what the gradients were, what is left."""
-    rank, total = dist.get_rank(), {}
+def sparse_books(param: torch.dtype, reduce: torch.dtype) -> Books:
+    """Sparse steps with constant weights, beside a net with parameters and inputs of a narrow dtype."""
+    local, books = Net().to(param), Books(Net())
     with a_cpu_with_events():
         model = Use(param, reduce).model()
         attached = attach(model, OkTopk(density=0.05), exclude="*bias")
         for step in range(8):
-            model.zero_grad()
-            loss_of(model, rank, step).backward()
-            grads = {"applied": grads_of(model.module), "gradient": narrow_grads(param, rank, step)}
-            for what, by_name in grads.items():
-                for name, grad in by_name.items():
-                    book = total.setdefault(what, {}).setdefault(name, torch.zeros(len(grad), dtype=torch.float64))
-                    book += grad.double()
+            for each in (model, local):
+                each.zero_grad()
+                once(each, dist.get_rank(), step)
+            books.enter_(model.module, local)
         attached.detach()
-    return {**total, "residual": attached.residual}
-
-
-def narrow_grads(param: torch.dtype, rank: int, step: int) -> dict[str, Tensor]:
-    """Return this rank's gradients with parameters and inputs of a narrow dtype."""
-    net = Net().to(param)
-    once(net, rank, step)
-    return grads_of(net)
+    books.residual = attached.residual
+    return books
 
 
 @pytest.mark.parametrize(("param", "reduce"), [(BRAIN, SINGLE), (HALF, HALF)], ids=str)
 def test_sparse_steps_under_ddps_mixed_precision_lose_nothing(
     worlds: Worlds, param: torch.dtype, reduce: torch.dtype
 ) -> None:
-    by_rank = worlds.run(2, books, param, reduce)
-    gradient, residual = (mean_of([each[what] for each in by_rank]) for what in ("gradient", "residual"))
-    assert any(bool(tensor.any()) for tensor in residual.values())
-    for each in by_rank:
-        for name, applied in each["applied"].items():
-            assert relative_error(applied + residual[name], gradient[name]) <= 1e-5
+    check_balance(worlds.run(2, sparse_books, param, reduce))
 
 
 def leave_out_a_branch() -> tuple[bool, bool]:

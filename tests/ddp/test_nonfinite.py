@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,23 +14,40 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
-from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, name_of, same_bits, weights_of
+from tests.ddp.harness import (
+    Net,
+    Raised,
+    Worlds,
+    attach,
+    delivered_nothing,
+    descend_,
+    error_of,
+    grads_of,
+    same_bits,
+    step_,
+    weights_of,
+)
 
 pytestmark = pytest.mark.processes
 
 SPARSE, DENSE = "body.0.weight", "body.0.bias"
 DENSE_STEPS = 3
 STEPS = 8
+OKTOPK = OkTopk(density=0.05)
 
 
 @dataclass(frozen=True)
 class Accident:
-    """A value in the gradient of a parameter, on one rank, at one step."""
+    """A value in the gradient of a parameter, on one rank, at one step of a run."""
 
     parameter: str = SPARSE
     step: int = 5
     rank: int = 1
     value: float = math.nan
+    algorithm: Any = OKTOPK
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of DDP
+    happens: bool = True  # or the step where it would be is left out
 
 
 @dataclass(frozen=True)
@@ -40,66 +56,43 @@ class Seen:
 
     raised: Raised | None
     skipped: bool
-    all_zero: bool
+    nothing: bool
     undone: bool
     nonfinite_steps: int
     weights: dict[str, Tensor]
     active: bool
 
 
-@contextmanager
-def happening(accident: Accident, model: DDP, step: int) -> Iterator[None]:
-    if (step, dist.get_rank()) != (accident.step, accident.rank):
-        yield
-        return
+def train(accident: Accident, on_nonfinite: str) -> Seen:
+    model = DDP(Net(), bucket_cap_mb=0.005, **accident.options)
+    settings = {"dense_steps": DENSE_STEPS, "exclude": "*bias", "on_nonfinite": on_nonfinite, **accident.settings}
+    attached = attach(model, accident.algorithm, **settings)
 
     def spoil(grad: Tensor) -> Tensor:
         grad = grad.clone()
         grad.view(-1)[-1] = accident.value
         return grad
 
-    handle = model.module.get_parameter(accident.parameter).register_hook(spoil)
-    yield
-    handle.remove()
-
-
-def train(
-    accident: Accident | None, algorithm: Any, settings: dict[str, Any], options: dict[str, Any] | None = None
-) -> Seen:
-    """Train through an accident; without one, leave out the step where it would be."""
-    model = DDP(Net(), bucket_cap_mb=0.005, **(options or {}))
-    attached = attach(model, algorithm, **{"dense_steps": DENSE_STEPS, "exclude": "*bias", **settings})
-    raised, undone, skipped, all_zero = None, False, False, False
+    raised, undone, skipped, nothing = None, False, False, False
     for step in range(STEPS):
-        if accident is None and step == Accident.step:
-            continue
-        before = attached.state_dict()
-        model.zero_grad()
-        loss = loss_of(model, dist.get_rank(), step)
-        if accident is None or step != accident.step:
-            loss.backward()
-            update_(model)
-            continue
-        with happening(accident, model, step):
-            raised = error_of(loss.backward)
-        after = attached.state_dict()
-        undone = same_bits(after["residual"], before["residual"])
-        assert attached.last is not None
-        skipped = attached.last.skipped
-        all_zero = not any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        if step != accident.step:
+            step_(model, step)
+            descend_(model)
+        elif accident.happens:
+            before = attached.residual
+            if dist.get_rank() == accident.rank:
+                spoiling = model.module.get_parameter(accident.parameter).register_hook(spoil)
+            raised = error_of(lambda step=step: step_(model, step))
+            if dist.get_rank() == accident.rank:
+                spoiling.remove()
+            undone = same_bits(attached.residual, before)
+            assert attached.last is not None
+            skipped, nothing = attached.last.skipped, delivered_nothing(grads_of(model.module))
     active = attached.active
     attached.detach()
-    count = attached.summary().nonfinite
-    return Seen(raised, skipped, all_zero, undone, count, weights_of(model.module), active)
+    return Seen(raised, skipped, nothing, undone, attached.summary().nonfinite, weights_of(model.module), active)
 
 
-def update_(model: DDP) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.05 * parameter.grad
-
-
-OKTOPK = OkTopk(density=0.05)
 ACCIDENTS = {
     "sparse parameter": Accident(),
     "dense parameter": Accident(DENSE),
@@ -109,76 +102,92 @@ ACCIDENTS = {
     "dense phase": Accident(step=1),
     "dense phase, dense parameter, inf": Accident(DENSE, step=2, rank=0, value=math.inf),
     "very first step": Accident(step=0),
+    **{
+        f"{option} {step}": Accident(step=step, options={option: True})
+        for option, step in (
+            ("find_unused_parameters", 0),
+            ("find_unused_parameters", 5),
+            ("static_graph", 0),
+            ("static_graph", 1),
+            ("static_graph", 5),
+            ("gradient_as_bucket_view", 1),
+            ("gradient_as_bucket_view", 5),
+        )
+    },
+    "clip": Accident(settings={"clip": 0.01}),
+}
+ALGORITHMS = {
+    "paper": OkTopkPaper(density=0.05),
+    "scaled": OkTopk(density=0.05, ranking="scaled"),
+    "topka": TopkA(density=0.05),
+    "topkdsa": TopkDSA(density=0.05),
+    "gtopk": GTopk(density=0.05),
+    "gaussiank": GaussianK(density=0.05),
+    "dense": Dense(),
 }
 
 
-@pytest.mark.parametrize("name", ACCIDENTS)
-def test_raising_ends_backward_on_all_ranks_and_names_rank_and_parameter(worlds: Worlds, name: str) -> None:
-    accident = ACCIDENTS[name]
-    for seen in worlds.run(2, train, accident, OKTOPK, {}):
-        assert seen.raised is not None
-        assert "NonFiniteError" in seen.raised.message
-        assert f"rank {accident.rank}" in seen.raised.message
-        assert repr(accident.parameter) in seen.raised.message
-        assert seen.undone
-        assert seen.active
-        assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
-
-
-@pytest.mark.parametrize("step", [0, 1, 5])
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
-def test_training_goes_on_after_raising_whatever_ddp_was_asked_to_do(worlds: Worlds, option: str, step: int) -> None:
-    by_rank = worlds.run(2, train, Accident(step=step), OKTOPK, {}, {option: True})
-    for seen in by_rank:
-        assert seen.raised is not None
-        assert repr(SPARSE) in seen.raised.message
-        assert seen.undone
-        assert seen.active
-        assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
-        assert same_bits(seen.weights, by_rank[0].weights)
-
-
-@pytest.mark.parametrize("name", ACCIDENTS)
-def test_skipping_delivers_zeros_and_counts_it(worlds: Worlds, name: str) -> None:
-    for seen in worlds.run(2, train, ACCIDENTS[name], OKTOPK, {"on_nonfinite": "skip"}):
-        assert seen.raised is None
-        assert seen.skipped
-        assert seen.all_zero
-        assert seen.undone
-        assert seen.nonfinite_steps == 1
-        assert seen.active
-
-
-@pytest.mark.parametrize("on_nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("algorithm", "settings"),
-    [
-        (OKTOPK, {"clip": 0.01}),
-        (OkTopkPaper(density=0.05), {}),
-        (OkTopk(density=0.05, ranking="scaled"), {}),
-        (TopkA(density=0.05), {}),
-        (TopkDSA(density=0.05), {}),
-        (GTopk(density=0.05), {}),
-        (GaussianK(density=0.05), {}),
-        (Dense(), {}),
-    ],
-    ids=lambda thing: name_of(thing) if not isinstance(thing, dict) else str(thing),
+    ("size", "accidents"),
+    [(2, ACCIDENTS), (3, {name: Accident(rank=2, algorithm=each) for name, each in ALGORITHMS.items()})],
+    ids=["accidents", "algorithms"],
 )
-def test_residuals_are_as_before_whatever_the_algorithm(
-    worlds: Worlds, algorithm: Any, settings: dict[str, Any], on_nonfinite: str
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_step_that_is_not_finite_leaves_no_trace(
+    worlds: Worlds, size: int, accidents: dict[str, Accident], on_nonfinite: str
 ) -> None:
-    for seen in worlds.run(3, train, Accident(rank=2), algorithm, {"on_nonfinite": on_nonfinite, **settings}):
-        assert seen.undone
-        assert seen.skipped
-        assert (seen.raised is not None) == (on_nonfinite == "raise")
+    cases = {name: (accident, on_nonfinite) for name, accident in accidents.items()}
+    for name, by_rank in worlds.run_all(size, train, cases).items():
+        for seen in by_rank:
+            assert (seen.undone, seen.active, seen.skipped, seen.nonfinite_steps) == (True, True, True, 1), name
+            if on_nonfinite == "skip":
+                assert seen.raised is None, name
+                assert seen.nothing, name
+            else:
+                assert seen.raised is not None, name
+                assert "NonFiniteError" in seen.raised.message
+                assert f"rank {accidents[name].rank}" in seen.raised.message
+                assert repr(accidents[name].parameter) in seen.raised.message
+            assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
+            assert same_bits(seen.weights, by_rank[0].weights)
 
 
 def test_a_run_with_a_skipped_step_ends_as_one_without_that_step(worlds: Worlds) -> None:
     """TopkA has no state of its own, so that nothing at all may differ."""
-    algorithm, settings = TopkA(density=0.05), {"on_nonfinite": "skip"}
-    skipped = worlds.run(2, train, Accident(), algorithm, settings)
-    without = worlds.run(2, train, None, algorithm, settings)
-    assert all(same_bits(a.weights, b.weights) for a, b in zip(skipped, without, strict=True))
+    algorithm = TopkA(density=0.05)
+    cases = {
+        name: (Accident(algorithm=algorithm, happens=name == "skipped"), "skip") for name in ("skipped", "without")
+    }
+    for seen, expected in zip(*worlds.run_all(2, train, cases).values(), strict=True):
+        assert same_bits(seen.weights, expected.weights)
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What came of one step: what was raised or delivered, and what is held back."""
+
+    raised: Raised | None
+    skipped: bool
+    grad: Tensor
+    residual: Tensor
+    undone: bool
+
+
+def reduce_(dtype: torch.dtype, values: list[float], pending: float = 0.0, **settings: Any) -> Overflow:
+    """Make one step of a net of one row whose gradients are these values on every rank."""
+    model = DDP(torch.nn.Linear(len(values), 1, bias=False).to(dtype))
+    attached = attach(model, settings.pop("algorithm", OKTOPK), **settings)
+    if pending:
+        held = {"weight": torch.full((len(values),), pending)}
+        attached.load_state_dict({**attached.state_dict(), "residual": held})
+    before = attached.residual
+    raised = error_of(model(torch.tensor([values], dtype=dtype)).sum().backward)
+    assert attached.last is not None
+    grad = model.module.weight.grad
+    grad = torch.zeros(len(values)) if grad is None else grad.view(-1).clone()
+    undone, residual = same_bits(attached.residual, before), attached.residual["weight"]
+    attached.detach()
+    return Overflow(raised, attached.last.skipped, grad, residual, undone)
 
 
 def test_sums_that_overflow_are_refused_too(worlds: Worlds) -> None:
@@ -186,94 +195,36 @@ def test_sums_that_overflow_are_refused_too(worlds: Worlds) -> None:
 
     The dense phase divides before it sums, as DDP does, and has nothing to refuse.
     """
-    for (dense_undone, dense_raised), (undone, raised) in worlds.run(2, overflow):
-        assert dense_undone
-        assert dense_raised is None
-        assert undone
-        assert raised is not None
-        assert "NonFiniteError" in raised.message
-
-
-def overflow() -> list[tuple[bool, Raised | None]]:
-    model = DDP(torch.nn.Linear(4, 4, bias=False))
-    attached = attach(model, OKTOPK, dense_steps=1, exclude="weight")
-    seen = []
-    for _ in range(2):
-        before = attached.residual
-        model.zero_grad()
-        loss = (model(torch.eye(4)) * 3e38).sum()
-        raised = error_of(loss.backward)
-        seen.append((same_bits(attached.residual, before), raised))
-    attached.detach()
-    return seen
-
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    huge = [3e38] * 16
+    for seen in worlds.run(2, partial(reduce_, torch.float32, huge, dense_steps=1, exclude="weight")):
+        assert seen.undone
+        assert seen.raised is None
+    for seen in worlds.run(2, partial(reduce_, torch.float32, huge, exclude="weight")):
+        assert seen.undone
+        assert seen.raised is not None
+        assert "NonFiniteError" in seen.raised.message
+    for seen in worlds.run(2, partial(reduce_, torch.float32, huge, algorithm=OkTopk(density=1.0))):
+        assert seen.undone if seen.raised else seen.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mean_of_the_largest_numbers_is_finite_or_refused(worlds: Worlds, dtype: torch.dtype, size: int) -> None:
+def test_a_mean_of_the_largest_numbers_is_finite_or_refused(worlds: Worlds, size: int) -> None:
     """A third of float64's largest number, or float16's, is rounded up, and three of them are infinite."""
-    overflows = size == 3 and dtype in (torch.float64, torch.float16)
-    for steps in worlds.run(size, reduce_the_largest, dtype):
-        for on_nonfinite, (raised, skipped, finite, undone) in steps.items():
-            assert skipped == overflows
-            assert undone
-            assert finite or (skipped and on_nonfinite == "skip")
-            assert (raised is not None) == (skipped and on_nonfinite == "raise")
-            assert raised is None or "NonFiniteError" in raised.message
-
-
-def reduce_the_largest(dtype: torch.dtype) -> dict[str, tuple[Raised | None, bool, bool, bool]]:
-    """Return, for a dense step whose gradients are the dtype's largest number but for the first, what came of it."""
-    seen = {}
-    for on_nonfinite in ("raise", "skip"):
-        model = DDP(torch.nn.Linear(8, 1, bias=False).to(dtype))
-        attached = attach(model, OKTOPK, dense_steps=1, on_nonfinite=on_nonfinite)
-        gradient = torch.full((1, 8), torch.finfo(dtype).max, dtype=dtype)
-        gradient[0, 0] = 1
-        before = attached.residual
-        raised = error_of(model(gradient).sum().backward)
-        assert attached.last is not None
-        grad = model.module.weight.grad
-        finite = raised is not None or bool(grad.isfinite().all())
-        seen[on_nonfinite] = raised, attached.last.skipped, finite, same_bits(attached.residual, before)
-        attached.detach()
-    return seen
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        overflows = size == 3 and dtype in (torch.float64, torch.float16)
+        values = [1.0, *[torch.finfo(dtype).max] * 7]
+        for on_nonfinite in ("raise", "skip"):
+            for seen in worlds.run(size, partial(reduce_, dtype, values, dense_steps=1, on_nonfinite=on_nonfinite)):
+                assert seen.undone
+                assert seen.skipped == overflows
+                assert (seen.raised is not None) == (overflows and on_nonfinite == "raise")
+                assert seen.raised is None or "NonFiniteError" in seen.raised.message
+                assert overflows or bool(seen.grad.isfinite().all())
 
 
 def test_what_a_narrow_gradient_cannot_hold_of_a_dense_sum_stays_for_later(worlds: Worlds) -> None:
-    for grad, residual in worlds.run(2, flush_too_much):
-        assert grad == [65504.0] * 4
-        assert residual == [65504.0] * 4
-
-
-def flush_too_much() -> tuple[list[float], list[float]]:
-    """Return what `Dense` delivers as the algorithm of a sparse step, and keeps, of twice float16's largest number."""
-    model = DDP(torch.nn.Linear(4, 1, bias=False).half())
-    attached = attach(model, Dense())
-    largest = torch.full((1, 4), 65504.0)
-    attached.load_residual({"weight": largest.view(-1)}, 0)
-    model(largest.half()).sum().backward()
-    attached.detach()
-    return model.module.weight.grad.view(-1).tolist(), attached.residual["weight"].tolist()
-
-
-def test_a_sparse_sum_that_overflows_loses_nothing(worlds: Worlds) -> None:
-    """Whatever is delivered or refused: a finite gradient is either in what is applied or still held back."""
-    for before, after, applied, raised in worlds.run(2, overflow_sparsely):
-        assert raised is not None or applied.isfinite().all()
-        if raised is not None:
-            assert same_bits(after, before)
-
-
-def overflow_sparsely() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Raised | None]:
-    model = DDP(torch.nn.Linear(4, 4, bias=False))
-    attached = attach(model, OkTopk(density=1.0))
-    before = attached.residual
-    loss = (model(torch.eye(4)) * 3e38).sum()
-    raised = error_of(loss.backward)
-    attached.detach()
-    grad = model.module.weight.grad
-    return before, attached.residual, torch.zeros(1) if grad is None else grad.clone(), raised
+    """Twice float16's largest number, half of it pending, under `Dense` as the algorithm of a sparse step."""
+    largest = [65504.0] * 4
+    for seen in worlds.run(2, partial(reduce_, torch.float16, largest, pending=65504.0, algorithm=Dense())):
+        assert seen.grad.tolist() == largest
+        assert seen.residual.tolist() == largest

@@ -1,70 +1,214 @@
-"""Models that DDP would train, and whose gradients a hook cannot have: refused at once."""
+"""What cannot work is refused at once, on all ranks, in words that say what to do."""
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import SettingError
+import oktopk
+from oktopk import Dense, MemorySink, OkTopk, OkTopkPaper, SettingError, TopkA
 from oktopk.ddp.hook import check_alone_in_backward
-from tests.ddp.harness import Raised, Worlds, attach, error_of
+from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, exchange_threads, same_bits, step_
+
+pytestmark = pytest.mark.processes
 
 
-def sparse_gradients() -> Raised | None:
-    return error_of(lambda: attach(DDP(nn.Embedding(10, 4, sparse=True))))
+def attaching(algorithm: Any = None, **settings: Any) -> None:
+    attach(DDP(Net()), algorithm, **settings)
 
 
-def test_a_module_with_sparse_gradients(worlds: Worlds) -> None:
-    (raised,) = worlds.run(1, sparse_gradients)
-    assert raised.kind == "SettingError"
-    assert "sparse=True" in raised.message
+def twice() -> None:
+    model = DDP(Net())
+    first = attach(model)
+    try:
+        attach(model)
+    finally:
+        assert first.active
+        first.detach()
 
 
-def sharded() -> list[Raised | None]:
-    """FSDP of both kinds, and a model of which only a layer is sharded."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    part = nn.Sequential(fully_shard(nn.Linear(8, 8), mesh=mesh))
-    first = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
-    return [error_of(lambda model=model: attach(model)) for model in (first, whole, part)]
+def after_another_hook(trains: bool) -> None:
+    model = DDP(Net())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if trains:
+        step_(model, 0)
+    attach(model)
 
 
-def test_a_model_that_fsdp_shards_is_not_told_to_wrap_it_in_ddp_first(worlds: Worlds) -> None:
-    for raised in worlds.run(2, sharded)[0]:
-        assert raised is not None
-        assert raised.kind == "SettingError"
-        assert "sharded by FSDP" in raised.message
-        assert "DDP instead of FSDP" in raised.message
+def with_a_group_of_one(other: bool) -> None:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    attaching(group=alone[dist.get_rank() ^ other])
 
 
-def with_dynamos_python_reducer() -> tuple[Raised | None, Raised | None]:
+def sharded(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "fsdp1":
+        attach(FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")))  # type: ignore[arg-type]
+    layer = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    attach(layer if kind == "fsdp2" else nn.Sequential(layer))  # type: ignore[arg-type]
+
+
+def with_dynamos_python_reducer() -> None:
     """DDP chooses its reducer when it is made: what is set later does not matter to it."""
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        before = error_of(lambda: attach(DDP(nn.Linear(8, 8))))
     model = DDP(nn.Linear(8, 8))
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         attached = attach(model)
-        after = error_of(model(torch.ones(1, 8)).sum().backward)
-    assert attached.step == 1
+        model(torch.ones(1, 8)).sum().backward()
+        assert attached.step == 1
+        attached.detach()
+        attach(DDP(nn.Linear(8, 8)))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "bare": (lambda: attach(Net()), ("DistributedDataParallel", "Net", "wrap it in DDP")),  # type: ignore[arg-type]
+    "twice": (twice, ("attached", "detach()")),
+    "another hook": (partial(after_another_hook, False), ("another communication hook",)),
+    "another hook, trained": (partial(after_another_hook, True), ("another communication hook",)),
+    "other ranks": (partial(with_a_group_of_one, False), ("group=", "ranks [0, 1]", "dist.new_group([0, 1])")),
+    "not this rank": (partial(with_a_group_of_one, True), ("group=", "does not have this rank")),
+    "sparse gradients": (lambda: attach(DDP(nn.Embedding(10, 4, sparse=True))), ("sparse=True",)),
+    **{
+        kind: (partial(sharded, kind), ("sharded by FSDP", "DDP instead of FSDP"))
+        for kind in ("fsdp1", "fsdp2", "part")
+    },
+    "python reducer": (with_dynamos_python_reducer, ("python_reducer",)),
+    "name": (partial(attaching, exclude="body.0.wieght"), ("'body.0.wieght'", "Did you mean 'body.0.weight'?")),
+    "pattern": (partial(attaching, exclude="encoder.*"), ("'encoder.*'",)),
+    "one of several": (partial(attaching, exclude=("*bias", "nose.*")), ("'nose.*'", "Did you mean 'norm.")),
+    "on_nonfinite": (partial(attaching, on_nonfinite="ignore"), ("on_nonfinite", "'ignore'", "raise, skip")),
+    "clip": (partial(attaching, clip=0.0), ("clip", "0")),
+    "dense_steps": (partial(attaching, dense_steps=-1), ("dense_steps", "-1")),
+    "algorithm": (partial(attaching, "oktopp"), ("'oktopp'", "Did you mean 'oktopk'?")),
+    "schedule density": (partial(attaching, density_schedule=[(3, 1.5)]), ("density", "1.5")),
+    "schedule steps": (partial(attaching, density_schedule=[(0, 0.5)]), ("steps", "0")),
+    "schedule without density": (partial(attaching, Dense(), density_schedule=[(3, 0.5)]), ("density",)),
+}
+
+
+def refuse_all() -> tuple[dict[str, Raised | None], list[str]]:
+    return {name: error_of(attempt) for name, (attempt, _) in REFUSED.items()}, exchange_threads()
+
+
+def test_what_cannot_work_is_refused_and_leaves_no_thread(worlds: Worlds) -> None:
+    for refused, threads in worlds.run(2, refuse_all):
+        assert threads == []
+        for name, raised in refused.items():
+            assert raised is not None, name
+            assert raised.kind == "SettingError", name
+            assert all(words in raised.message for words in REFUSED[name][1]), raised
+
+
+def odd(usual: Any, otherwise: Any) -> Any:
+    return otherwise if dist.get_rank() == 1 else usual
+
+
+def net_with_names_of_its_own() -> nn.Module:
+    """A net whose parameters have the same shapes on all ranks, so that DDP takes it, and another name on one."""
+    return nn.Sequential(OrderedDict([("first", nn.Linear(4, 4)), (odd("second", "last"), nn.Linear(4, 4))]))
+
+
+def disagree() -> tuple[dict[str, Raised | None], list[str]]:
+    settings: dict[str, dict[str, Any]] = {
+        "density": {"algorithm": OkTopk(density=odd(0.1, 0.2))},
+        "algorithm": {"algorithm": odd(OkTopk(density=0.1), TopkA(density=0.1))},
+        "mode": {"algorithm": odd(OkTopk(), OkTopkPaper())},
+        "dense_steps": {"dense_steps": odd(3, 4)},
+        "exclude": {"exclude": odd("*bias", "*weight")},
+        "exclude by a predicate": {"exclude": lambda name, _: odd(False, name == "exit.weight")},
+        "clip": {"clip": odd(None, 1.0)},
+        "density_schedule": {"density_schedule": odd([(2, 0.5)], [(3, 0.5)])},
+        "on_nonfinite": {"on_nonfinite": odd("raise", "skip")},
+        "scaler": {"scaler": odd(None, torch.amp.GradScaler("cpu"))},
+    }
+    attempts = {name: error_of(partial(attaching, **each)) for name, each in settings.items()}
+    attempts["names"] = error_of(lambda: attach(DDP(net_with_names_of_its_own())))
+    return attempts, exchange_threads()
+
+
+def test_ranks_that_disagree_are_all_told(worlds: Worlds) -> None:
+    for refused, threads in worlds.run(3, disagree):
+        assert threads == []
+        for name, raised in refused.items():
+            assert raised is not None, name
+            assert raised.kind == "MismatchError", name
+            assert ("parameters" if name == "names" else "settings") in raised.message
+            assert "[1]" in raised.message
+
+
+def disagree_later(change: str) -> list[Raised | None]:
+    model, rank = DDP(Net()), dist.get_rank()
+    attached = attach(model, OkTopk(density=0.1))
+    step_(model, 0)
+    if change == "density":
+        attached.density = 0.2 + 0.1 * rank
+    else:
+        attached.exclude("*bias" if rank else "*weight")
+    raised = [error_of(partial(step_, model, step)) for step in (1, 2)]
+    assert not attached.active
     attached.detach()
-    return before, after
+    return raised
 
 
-def test_dynamos_python_reducer_is_refused_by_name(worlds: Worlds) -> None:
-    ((before, after),) = worlds.run(1, with_dynamos_python_reducer)
-    assert before is not None
-    assert before.kind == "SettingError"
-    assert "python_reducer" in before.message
-    assert after is None
+@pytest.mark.parametrize("change", ["density", "exclude"])
+def test_changes_that_differ_between_ranks_are_told_in_the_next_backward(worlds: Worlds, change: str) -> None:
+    for first, second in worlds.run(2, disagree_later, change):
+        assert first is not None
+        assert "MismatchError" in first.message
+        assert "settings" in first.message
+        assert second is not None
+        assert "disagree" in second.message
+
+
+def rules_from_a_generator() -> tuple[int, int]:
+    """An iterable that can be read only once: the number of elements that a sparse step was asked for."""
+    model, sink = DDP(Net()), MemorySink()
+    attached = attach(model, OkTopk(density=0.01), exclude=(rule for rule in ("*bias", "*weight")), sinks=[sink])
+    step_(model, 0)
+    attached.density = 0.02
+    step_(model, 1)
+    attached.detach()
+    return tuple(record.wanted for record in sink.records)  # type: ignore[return-value]
+
+
+def test_exclusions_may_come_from_any_iterable(worlds: Worlds) -> None:
+    everything = sum(parameter.numel() for parameter in Net().parameters())
+    assert worlds.run(1, rules_from_a_generator) == [(everything, everything)]
+
+
+def change_what_cannot_be() -> tuple[list[Raised | None], bool]:
+    model = DDP(Net())
+    attached = attach(model, OkTopk(density=0.05))
+    step_(model, 0)
+    before = attached.residual
+    changes = (("density", 2.0), ("algorithm", "okotpk"))
+    refused = [error_of(partial(setattr, attached, name, value)) for name, value in changes]
+    refused.append(error_of(lambda: attached.exclude("nothing.*")))
+    step_(model, 1)
+    fine = attached.active and not same_bits(attached.residual, before) and attached.density == 0.05
+    attached.algorithm = "dense"
+    refused.append(error_of(partial(setattr, attached, "density", 0.5)))
+    attached.detach()
+    return refused, fine
+
+
+def test_a_change_that_cannot_be_is_refused_and_changes_nothing(worlds: Worlds) -> None:
+    for refused, fine in worlds.run(2, change_what_cannot_be):
+        assert [raised and raised.kind for raised in refused] == ["SettingError"] * 4
+        assert fine
 
 
 def attach_to_a_copy() -> tuple[bool, bool, bool]:
@@ -102,8 +246,12 @@ def tensor_parallel() -> tuple[Raised | None, Raised | None]:
 
 
 def test_a_tensor_parallel_module_is_refused_beside_nccl(worlds: Worlds) -> None:
-    ((before, after),) = worlds.run(1, tensor_parallel)
-    for raised in (before, after):
+    for raised in worlds.run(1, tensor_parallel)[0]:
         assert raised is not None
         assert raised.kind == "SettingError"
         assert "'0' is tensor parallel" in raised.message
+
+
+def test_attach_needs_a_process_group_only_through_ddp() -> None:
+    with pytest.raises(SettingError, match="wrap it in DDP"):
+        oktopk.attach(nn.Linear(2, 2), "oktopk")  # type: ignore[arg-type]

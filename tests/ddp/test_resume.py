@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA, load_distributed, save_distributed
-from tests.ddp.harness import Net, Raised, Worlds, attach, error_of, loss_of, same_bits, through_a_file, weights_of
+from tests.ddp.harness import (
+    Net,
+    Raised,
+    Worlds,
+    attach,
+    error_of,
+    loss_of,
+    same_bits,
+    through_a_file,
+    weights_of,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +42,6 @@ class Run:
     algorithm: Any
     settings: dict[str, Any] = field(default_factory=dict)
     unused: bool = False
-    bucket_cap_mb: float = 0.01
 
 
 class Session:
@@ -40,7 +49,7 @@ class Session:
 
     def __init__(self, run: Run, seed: int = 0) -> None:
         self.run = run
-        self.model = DDP(Net(seed=seed), bucket_cap_mb=run.bucket_cap_mb, find_unused_parameters=run.unused)
+        self.model = DDP(Net(seed=seed), bucket_cap_mb=0.01, find_unused_parameters=run.unused)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.attached = attach(self.model, run.algorithm, **{"dense_steps": DENSE_STEPS, **run.settings})
 
@@ -85,12 +94,12 @@ def stop_and_resume(run: Run, stops: tuple[int, ...]) -> list[bool]:
 
 PERIODS = {"repartition_every": 5, "rethreshold_every": 3}
 RUNS = {
-    "bounded": Run(OkTopk(density=0.05)),
+    "bounded": Run(OkTopk(density=0.05, rescale_every=5)),
     "paper": Run(OkTopkPaper(density=0.05, **PERIODS), {"exclude": "*bias"}),
     "unused": Run(OkTopk(density=0.05), unused=True),
 }
 MORE_RUNS = {
-    "bounded scaled bf16": Run(OkTopk(density=0.05, ranking="scaled", wire="bf16")),
+    "bounded scaled bf16": Run(OkTopk(density=0.05, ranking="scaled", wire="bf16", rescale_every=5)),
     "paper scaled": Run(OkTopkPaper(density=0.05, ranking="scaled", **PERIODS)),
     "clip": Run(OkTopk(density=0.05), {"clip": 0.1}),
     "schedule": Run(OkTopk(density=0.01), {"density_schedule": [(3, 0.25), (3, 0.1)]}),
@@ -101,26 +110,25 @@ MORE_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_ends_with_the_same_bits(worlds: Worlds, name: str) -> None:
-    assert worlds.run(2, stop_and_resume, RUNS[name], STOPS) == [[True] * len(STOPS)] * 2
+@pytest.mark.parametrize(
+    ("size", "runs", "stops"),
+    [
+        (2, RUNS, STOPS),
+        pytest.param(3, MORE_RUNS, (1, 7, 13), marks=pytest.mark.slow),
+        pytest.param(3, RUNS, tuple(range(1, STEPS, 2)), marks=pytest.mark.long),
+    ],
+    ids=["quick", "slow", "long"],
+)
+def test_a_resumed_run_ends_with_the_same_bits(
+    worlds: Worlds, size: int, runs: dict[str, Run], stops: tuple[int, ...]
+) -> None:
+    for name, by_rank in worlds.run_all(size, stop_and_resume, {n: (run, stops) for n, run in runs.items()}).items():
+        assert by_rank == [[True] * len(stops)] * size, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in RUNS), *MORE_RUNS])
-def test_a_resumed_run_ends_with_the_same_bits_on_three_ranks(worlds: Worlds, name: str) -> None:
-    run = {**RUNS, **MORE_RUNS}[name]
-    assert worlds.run(3, stop_and_resume, run, tuple(range(1, STEPS, 2))) == [[True] * (STEPS // 2)] * 3
-
-
-@pytest.mark.parametrize("name", ["bounded", "unused"])
-def test_going_back_to_an_earlier_state_in_place_repeats_the_run(worlds: Worlds, name: str) -> None:
+def go_back() -> list[bool]:
     """As after a divergence: the same handle gets a state that is older than what it holds."""
-    assert worlds.run(2, go_back, RUNS[name]) == [[True] * 3] * 2
-
-
-def go_back(run: Run) -> list[bool]:
-    session, states = Session(run), []
+    session, states = Session(RUNS["bounded"]), []
     for step in (0, 2, 7):
         session.train(states[-1][0] if states else 0, step)
         states.append((step, session.saved()))
@@ -134,7 +142,11 @@ def go_back(run: Run) -> list[bool]:
     return same
 
 
-def swap_back(session: Session) -> None:
+def test_going_back_to_an_earlier_state_in_place_repeats_the_run(worlds: Worlds) -> None:
+    assert worlds.run(2, go_back) == [[True] * 3] * 2
+
+
+def exclude_and_back(session: Session) -> None:
     session.attached.exclude("exit.*")
     session.train(6, 8)
     session.attached.exclude(())
@@ -146,15 +158,13 @@ def other_algorithm_and_back(session: Session) -> None:
     session.attached.algorithm = session.run.algorithm
 
 
-@pytest.mark.parametrize("change", [swap_back, other_algorithm_and_back])
-def test_a_run_whose_settings_went_there_and_back_resumes_with_the_same_bits(
-    worlds: Worlds, change: Callable[[Session], None]
-) -> None:
-    assert worlds.run(2, change_and_resume, change) == [True, True]
+def exclude(session: Session) -> None:
+    session.train(6, 8)
+    session.attached.exclude(("body.0.*", "norm.*"))
 
 
-def change_and_resume(change: Callable[[Session], None]) -> bool:
-    """Stop after the settings were changed and changed back: a new session has them as they are."""
+def change_and_resume(change: Callable[[Session], None], settings: dict[str, Any]) -> bool:
+    """Stop after the settings were changed: a new session is given them as they are now."""
     run = RUNS["bounded"]
     whole = Session(run)
     whole.train(0, 6)
@@ -162,76 +172,67 @@ def change_and_resume(change: Callable[[Session], None]) -> bool:
     whole.train(8, 10)
     state = whole.saved()
     whole.train(10, STEPS)
-    resumed = Session(run, seed=1)
+    resumed = Session(Run(run.algorithm, settings), seed=1)
     resumed.load(state)
     resumed.train(10, STEPS)
     return same_bits(resumed.end(), whole.end())
 
 
-def test_a_state_after_a_changed_exclusion_resumes_where_that_is_given(worlds: Worlds) -> None:
-    assert worlds.run(2, resume_with_the_changed_exclusion) == [True, True]
+def test_a_run_whose_settings_changed_resumes_with_the_same_bits(worlds: Worlds) -> None:
+    cases: dict[str, tuple[Any, ...]] = {
+        "exclusion, there and back": (exclude_and_back, {}),
+        "algorithm, there and back": (other_algorithm_and_back, {}),
+        "exclusion": (exclude, {"exclude": ("body.0.*", "norm.*")}),
+    }
+    assert list(worlds.run_all(2, change_and_resume, cases).values()) == [[True, True]] * len(cases)
 
 
-def resume_with_the_changed_exclusion() -> bool:
-    whole = Session(RUNS["bounded"])
-    whole.train(0, 8)
-    whole.attached.exclude(("body.0.*", "norm.*"))
-    whole.train(8, 10)
-    state = whole.saved()
-    whole.train(10, STEPS)
-    resumed = Session(Run(RUNS["bounded"].algorithm, {"exclude": ("body.0.*", "norm.*")}), seed=1)
-    resumed.load(state)
-    resumed.train(10, STEPS)
-    return same_bits(resumed.end(), whole.end())
-
-
-ASKED = {
-    "ranking": OkTopk(density=0.05, ranking="scaled"),
-    "density": OkTopk(density=0.2, ranking="magnitude"),
-}
-
-
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("distributed", [False, True], ids=["state dict", "distributed"])
-def test_the_mode_ranking_and_density_asked_for_are_those_used_after_loading(
-    worlds: Worlds, tmp_path: Path, asked: str, distributed: bool
-) -> None:
-    """A run that loads a state goes on as one that holds these residuals and changes its algorithm."""
-    for rank, (same, said) in enumerate(worlds.run(2, load_and_change, ASKED[asked], tmp_path, distributed)):
-        assert same
-        assert said.count("starts anew") == (1 if rank == 0 and asked != "density" else 0)
-
-
-def load_and_change(asked: Any, folder: Path, distributed: bool) -> tuple[bool, str]:
+def load_and_change(asked: Any, folder: Path | None) -> tuple[bool, str]:
     changed = Session(Run(OkTopk(density=0.05, ranking="magnitude")))
     changed.train(0, 8)
     state = changed.saved()
-    if distributed:
+    if folder is not None:
         save_distributed(folder, changed.attached)
     changed.attached.algorithm = asked
     changed.train(8, STEPS)
     loaded, said = Session(Run(asked), seed=1), io.StringIO()
     with redirect_stderr(said):
         loaded.load(state)
-        if distributed:
+        if folder is not None:
             said.truncate(0)
             load_distributed(folder, loaded.attached)
     loaded.train(8, STEPS)
     return same_bits(loaded.end(), changed.end()), said.getvalue()
 
 
-def test_a_saved_state_does_not_change_with_the_run(worlds: Worlds) -> None:
-    assert all(worlds.run(2, save_then_go_on))
+def test_the_mode_ranking_and_density_asked_for_are_those_used_after_loading(worlds: Worlds, tmp_path: Path) -> None:
+    """A run that loads a state goes on as one that holds these residuals and changes its algorithm."""
+    asked = {"ranking": OkTopk(density=0.05, ranking="scaled"), "density": OkTopk(density=0.2, ranking="magnitude")}
+    cases = {f"{name} {path}": (each, path) for name, each in asked.items() for path in (None, tmp_path / name)}
+    for name, by_rank in worlds.run_all(2, load_and_change, cases).items():
+        assert [same for same, _ in by_rank] == [True, True], name
+        anew = [said.count("starts anew") for _, said in by_rank]
+        assert anew == ([0, 0] if name.startswith("density") else [1, 0]), name
 
 
-def save_then_go_on() -> bool:
+def hand_over() -> tuple[bool, bool]:
+    """Return whether a saved state stays as it was while the run goes on, and can be loaded after detach()."""
     session = Session(RUNS["bounded"])
     session.train(0, 8)
     state = session.attached.state_dict()
     before = through_a_file(state)
     session.train(8, 10)
-    session.end()
-    return same_bits(state["residual"], before["residual"])
+    unchanged = same_bits(state["residual"], before["residual"])
+    session.attached.detach()
+    second = attach(session.model, session.run.algorithm)
+    second.load_state_dict(session.attached.state_dict())
+    same = same_bits(second.residual, session.attached.residual) and second.step == 10
+    second.detach()
+    return unchanged, same
+
+
+def test_a_saved_state_does_not_change_with_the_run_and_one_of_after_detach_will_do(worlds: Worlds) -> None:
+    assert worlds.run(2, hand_over) == [(True, True)] * 2
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(worlds: Worlds) -> None:

@@ -8,7 +8,8 @@ import logging
 import math
 import threading
 import time
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from oktopk import CallbackSink, JsonlSink, MemorySink, OkTopk, StepRecord, Summary, TopkA
-from tests.ddp.harness import EXCHANGE_TIMEOUT_S, Net, Worlds, attach, loss_of
+from tests.ddp.harness import EXCHANGE_TIMEOUT_S, Net, Worlds, attach, exchange_threads, loss_of
 
 pytestmark = pytest.mark.processes
 
 NUMEL = sum(parameter.numel() for parameter in Net().parameters())
+BIASES = sum(parameter.numel() for name, parameter in Net().named_parameters() if name.endswith("bias"))
 DENSE_STEPS, STEPS = 3, 7
-
-
-def numbers_in(thing: Any) -> list[float]:
-    if isinstance(thing, dict):
-        return [number for value in thing.values() for number in numbers_in(value)]
-    if isinstance(thing, (list, tuple)):
-        return [number for value in thing for number in numbers_in(value)]
-    return [thing] if isinstance(thing, (int, float)) else []
 
 
 class Run:
@@ -58,6 +52,7 @@ class Recorded:
     last: list[StepRecord | None]
     summary: Summary
     lines: list[str]
+    norms: tuple[float, float]
 
 
 def run_with_sinks(folder: Path) -> Recorded:
@@ -68,7 +63,8 @@ def run_with_sinks(folder: Path) -> Recorded:
         run.step(step)
         last.append(run.attached.last)
     run.attached.detach()
-    return Recorded(memory.records, called, last, run.attached.summary(), path.read_text().splitlines())
+    norms = run.attached.residual_norm(), float(torch.cat(list(run.attached.residual.values())).double().norm())
+    return Recorded(memory.records, called, last, run.attached.summary(), path.read_text().splitlines(), norms)
 
 
 @pytest.fixture(scope="module")
@@ -76,42 +72,9 @@ def recorded(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> list[R
     return worlds.run(2, run_with_sinks, tmp_path_factory.mktemp("sinks"))
 
 
-def test_collectives_say_in_detail_what_the_totals_say(recorded: list[Recorded]) -> None:
-    for record in (record for seen in recorded for record in seen.records):
-        made = record.collectives
-        assert sum(each["sent_bytes"] for each in made.values()) == record.sent_bytes
-        assert sum(each["received_bytes"] for each in made.values()) == record.received_bytes
-        assert sum(count for each in made.values() for _, count in each["sizes"]) == record.messages
-        for each in made.values():
-            assert sum(size * count for size, count in each["sizes"]) == each["sent_bytes"]
-        for phase, sent in record.sent_by_phase.items():
-            assert sum(each["sent_bytes"] for name, each in made.items() if name.startswith(f"{phase}/")) == sent
-        assert all(each["calls"] > 0 for each in made.values())
-
-
-def test_what_is_delivered_is_somebodys_or_travelled_dense(recorded: list[Recorded]) -> None:
-    biases = sum(parameter.numel() for name, parameter in Net().named_parameters() if name.endswith("bias"))
-    for record in (record for seen in recorded for record in seen.records):
-        assert record.world_size == 2
-        assert record.dense_tail_numel == (NUMEL if record.phase == "dense" else biases)
-        assert sum(record.nnz_by_owner) == record.nnz - record.dense_tail_numel
-        assert len(record.nnz_by_owner) == (0 if record.phase == "dense" else 2)
-
-
-def run_for_the_norm() -> tuple[float, float]:
-    run = Run(dense_steps=0)
-    for step in range(2):
-        run.step(step)
-    held = torch.cat(list(run.attached.residual.values()))
-    norms = run.attached.residual_norm(), float(held.double().norm())
-    run.attached.detach()
-    return norms
-
-
-def test_the_norm_of_what_is_held_back(worlds: Worlds) -> None:
-    for told, computed in worlds.run(2, run_for_the_norm):
-        assert told == pytest.approx(computed, rel=1e-5)
-        assert told > 0
+@pytest.fixture(scope="module")
+def records(recorded: list[Recorded]) -> list[StepRecord]:
+    return [record for seen in recorded for record in seen.records]
 
 
 def test_every_step_has_a_record_from_the_very_first(recorded: list[Recorded]) -> None:
@@ -120,45 +83,52 @@ def test_every_step_has_a_record_from_the_very_first(recorded: list[Recorded]) -
         assert seen.called == [record for record in seen.records for _ in range(2)]
         assert seen.last == [None, *seen.records]
         assert [json.loads(line) for line in seen.lines] == [json.loads(json.dumps(asdict(r))) for r in seen.records]
-        assert seen.summary.steps == STEPS
-        assert all(math.isfinite(number) for record in seen.records for number in numbers_in(asdict(record)))
+        assert not any("NaN" in line or "Infinity" in line for line in seen.lines)
+    for at_one_step in zip(*(seen.records for seen in recorded), strict=True):
+        assert len({record.nnz for record in at_one_step}) == 1, "all ranks hold the same result"
+        assert sum(record.sent_bytes for record in at_one_step) == sum(r.received_bytes for r in at_one_step)
 
 
-def test_dense_steps_say_that_they_are_dense(recorded: list[Recorded]) -> None:
-    for seen in recorded:
-        for record in seen.records[:DENSE_STEPS]:
+def test_the_norm_of_the_residual(recorded: list[Recorded]) -> None:
+    for told, computed in (seen.norms for seen in recorded):
+        assert told == pytest.approx(computed, rel=1e-5)
+        assert told > 0
+
+
+def test_dense_and_sparse_steps_say_what_they_delivered(records: list[StepRecord]) -> None:
+    for record in records:
+        assert (record.numel, record.world_size, record.skipped) == (NUMEL, 2, False)
+        assert sum(record.nnz_by_owner) == record.nnz - record.dense_tail_numel
+        if record.step < DENSE_STEPS:
             assert (record.phase, record.sparsity, record.compression_ratio) == ("dense", 0.0, 1.0)
-            assert record.numel == record.wanted == record.selected == record.nnz == NUMEL
+            assert record.wanted == record.selected == record.nnz == record.dense_tail_numel == NUMEL
             assert record.nominal_bytes == 4 * NUMEL
             assert record.sent_bytes == 4 * NUMEL  # two ranks: half of the gradient, then half of the sum
-            assert not record.skipped
-
-
-def test_sparse_steps_say_what_they_delivered(recorded: list[Recorded]) -> None:
-    biases = sum(p.numel() for name, p in Net().named_parameters() if name.endswith("bias"))
-    for seen in recorded:
-        for record in seen.records[DENSE_STEPS:]:
-            assert record.phase == "sparse"
-            assert biases < record.wanted < NUMEL / 4
-            assert record.nnz >= biases
+            assert record.nnz_by_owner == ()
+        else:
+            assert (record.phase, record.dense_tail_numel, len(record.nnz_by_owner)) == ("sparse", BIASES, 2)
+            assert BIASES < record.wanted < NUMEL / 4
+            assert record.nnz >= BIASES
             assert record.sparsity == 1 - record.nnz / NUMEL
             assert record.compression_ratio == NUMEL / record.nnz
             assert 0 < record.sent_bytes < 4 * NUMEL
 
 
-def test_the_ranks_records_agree(recorded: list[Recorded]) -> None:
-    for records in zip(*(seen.records for seen in recorded), strict=True):
-        assert len({record.nnz for record in records}) == 1, "all ranks hold the same result"
-        assert sum(record.sent_bytes for record in records) == sum(record.received_bytes for record in records)
-
-
-def test_buckets_add_up_to_their_step(recorded: list[Recorded]) -> None:
-    for seen in recorded:
-        for record in seen.records:
-            assert len(record.buckets) > 1
-            for name in ("numel", "nnz", "wanted", "selected", "sent_bytes", "received_bytes", "messages"):
-                assert sum(getattr(bucket, name) for bucket in record.buckets) == getattr(record, name)
-            assert record.sent_bytes == sum(record.sent_by_phase.values())
+def test_buckets_phases_and_collectives_add_up_to_their_step(records: list[StepRecord]) -> None:
+    for record in records:
+        assert len(record.buckets) > 1
+        for name in ("numel", "nnz", "wanted", "selected", "sent_bytes", "received_bytes", "messages"):
+            assert sum(getattr(bucket, name) for bucket in record.buckets) == getattr(record, name)
+        assert record.sent_bytes == sum(record.sent_by_phase.values())
+        made = record.collectives
+        assert sum(each["sent_bytes"] for each in made.values()) == record.sent_bytes
+        assert sum(each["received_bytes"] for each in made.values()) == record.received_bytes
+        assert sum(count for each in made.values() for _, count in each["sizes"]) == record.messages
+        for each in made.values():
+            assert sum(size * count for size, count in each["sizes"]) == each["sent_bytes"]
+            assert each["calls"] > 0
+        for phase, sent in record.sent_by_phase.items():
+            assert sum(each["sent_bytes"] for name, each in made.items() if name.startswith(f"{phase}/")) == sent
 
 
 def test_the_summary_counts_by_phase(recorded: list[Recorded]) -> None:
@@ -226,19 +196,25 @@ class Unclosable(MemorySink):
         raise OSError("will not close")
 
 
-def run_with_broken_sinks() -> tuple[list[int], list[str], bool]:
+@contextmanager
+def logged() -> Iterator[io.StringIO]:
+    """Collect the lines of oktopk's logger."""
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     logging.getLogger("oktopk").addHandler(handler)
-    broken, memory, unclosable = Broken(), MemorySink(), Unclosable()
-    run = Run(sinks=[broken, memory, unclosable])
-    for step in range(STEPS):
-        run.step(step)
-    active = run.attached.active
-    run.attached.detach()
+    yield lines
     logging.getLogger("oktopk").removeHandler(handler)
-    counts = [len(sink.records) for sink in (broken, memory, unclosable)]
-    return counts, lines.getvalue().splitlines(), active
+
+
+def run_with_broken_sinks() -> tuple[list[int], list[str], bool]:
+    broken, memory, unclosable = Broken(), MemorySink(), Unclosable()
+    with logged() as lines:
+        run = Run(sinks=[broken, memory, unclosable])
+        for step in range(STEPS):
+            run.step(step)
+        active = run.attached.active
+        run.attached.detach()
+    return [len(sink.records) for sink in (broken, memory, unclosable)], lines.getvalue().splitlines(), active
 
 
 def test_a_sink_that_fails_is_reported_once_and_dropped(worlds: Worlds) -> None:
@@ -250,64 +226,63 @@ def test_a_sink_that_fails_is_reported_once_and_dropped(worlds: Worlds) -> None:
         assert len(lines) == 2
 
 
-class Hangs(MemorySink):
-    """A sink whose server stops to answer, at its third record or when it is closed."""
+class HangsWriting(MemorySink):
+    """A sink whose server stops to answer at its third record, on rank 1."""
 
-    def __init__(self, when: str) -> None:
-        super().__init__()
-        self.when, self.released = when, threading.Event()
+    released = threading.Event()
 
     def write(self, record: StepRecord) -> None:
-        if self.when == "write" and len(self.records) == 2:
+        if dist.get_rank() == 1 and len(self.records) == 2:
             self.released.wait(40)
         super().write(record)
 
+
+class HangsClosing(MemorySink):
+    """A sink that never closes, on rank 1."""
+
     def close(self) -> None:
-        if self.when == "close":
-            self.released.wait(40)
+        if dist.get_rank() == 1:
+            HangsWriting.released.wait(40)
 
 
-def run_with_a_sink_that_hangs(when: str) -> dict[str, Any]:
-    """Train for as long as the sink is waited for, and some more; only rank 1's hangs."""
-    lines = io.StringIO()
-    handler = logging.StreamHandler(lines)
-    logging.getLogger("oktopk").addHandler(handler)
-    hangs, memory, step = Hangs(when if dist.get_rank() == 1 else "never"), MemorySink(), 0
-    run, start = Run(sinks=[hangs, memory], timeout=4.0), time.monotonic()
-    over = False
-    while not over:
-        run.step(step)
-        step += 1
-        over = _any_rank(step >= STEPS and (when == "close" or time.monotonic() > start + 5))
-        time.sleep(0.02)
-    active, before = run.attached.active, time.monotonic()
-    run.attached.detach()
-    seconds = time.monotonic() - before
-    hangs.released.set()
-    logging.getLogger("oktopk").removeHandler(handler)
+def run_with_sinks_that_hang() -> dict[str, Any]:
+    """Train until the sink is dropped, and some more."""
+    HangsWriting.released.clear()
+    memory, step, over, start = MemorySink(), 0, False, time.monotonic()
+    with logged() as lines:
+        run = Run(sinks=[HangsWriting(), memory, HangsClosing()], timeout=4.0)
+        while not over:
+            run.step(step)
+            step += 1
+            dropped = dist.get_rank() == 0 or "HangsWriting hangs" in lines.getvalue()
+            votes = torch.tensor([float(step >= STEPS and dropped), float(time.monotonic() > start + 20)])
+            dist.all_reduce(votes)
+            over = bool(votes[0] == 2 or votes[1])
+            time.sleep(0.02)
+        for _ in range(3):
+            run.step(step)
+            step += 1
+        active, before = run.attached.active, time.monotonic()
+        run.attached.detach()
+        seconds = time.monotonic() - before
+    HangsWriting.released.set()
     return {
         "active": active,
         "steps": step,
         "records": [record.step for record in memory.records],
         "detach": seconds,
         "lines": lines.getvalue().splitlines(),
-        "threads": [thread.name for thread in threading.enumerate() if thread.name == "oktopk exchange"],
+        "threads": [name for name in exchange_threads() if name == "oktopk exchange"],
     }
 
 
-def _any_rank(holds: bool) -> bool:
-    votes = torch.tensor([float(holds)])
-    dist.all_reduce(votes)
-    return bool(votes)
-
-
-@pytest.mark.parametrize("when", ["write", "close"])
-def test_a_sink_that_hangs_is_dropped_and_training_goes_on(worlds: Worlds, when: str) -> None:
-    for rank, seen in enumerate(worlds.run(2, run_with_a_sink_that_hangs, when)):
+def test_a_sink_that_hangs_is_dropped_and_training_goes_on(worlds: Worlds) -> None:
+    for rank, seen in enumerate(worlds.run(2, run_with_sinks_that_hang)):
         assert seen["active"]
         assert seen["records"] == list(range(seen["steps"]))
         assert seen["detach"] < 15
-        assert len([line for line in seen["lines"] if "Hangs hangs" in line]) == rank
+        for name in ("HangsWriting hangs", "HangsClosing hangs"):
+            assert len([line for line in seen["lines"] if name in line]) == rank
         assert seen["threads"] == []
 
 

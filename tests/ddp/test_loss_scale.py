@@ -9,7 +9,9 @@ import copy
 import io
 import math
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,16 +23,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from oktopk import OkTopk, OkTopkPaper, TopkA
 from tests.cases import device_step
 from tests.ddp.harness import (
+    Books,
     Net,
     Raised,
     Worlds,
     attach,
     batch,
+    check_balance,
     error_of,
-    grads_of,
     loss_of,
     mean_of,
-    name_of,
     relative_error,
     same_bits,
     weights_of,
@@ -38,6 +40,7 @@ from tests.ddp.harness import (
 
 pytestmark = pytest.mark.processes
 
+OKTOPK = OkTopk(density=0.05)
 STEPS = 14
 DENSE_STEPS = 3
 
@@ -93,46 +96,47 @@ def train(run: Run) -> Trained:
     return Trained(weights_of(model.module), attached.residual, scales, attached.summary().nonfinite)
 
 
-def check_alike(with_scaler: list[Trained], without: list[Trained]) -> None:
-    for ours, theirs in zip(with_scaler, without, strict=True):
-        assert any(a < b for a, b in zip(ours.scales, ours.scales[1:], strict=False)), "the scale was to grow"
-        assert any(a > b for a, b in zip(ours.scales, ours.scales[1:], strict=False)), "the scale was to shrink"
-        assert ours.skipped == theirs.skipped == 2
-        for what in ("weights", "residual"):
-            assert same_bits(getattr(ours, what), getattr(theirs, what)), what
-
-
-SETTINGS: list[tuple[Any, dict[str, Any]]] = [
-    (OkTopk(density=0.05), {}),
-    (OkTopkPaper(density=0.05, repartition_every=4, rethreshold_every=3), {}),
-    (OkTopk(density=0.05), {"clip": 0.25}),
-    (TopkA(density=0.05), {"dense_steps": 0, "exclude": ()}),
-]
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "settings"), SETTINGS, ids=lambda x: str(x) if isinstance(x, dict) else name_of(x)
+    "run",
+    [
+        Run(OkTopk(density=0.05, rescale_every=4)),
+        Run(OkTopkPaper(density=0.05, repartition_every=4, rethreshold_every=3), options={"static_graph": True}),
+        Run(OkTopk(density=0.05), settings={"clip": 0.25}, options={"gradient_as_bucket_view": True}),
+        Run(TopkA(density=0.05), settings={"dense_steps": 0, "exclude": ()}),
+        Run(OkTopk(density=0.05), autocast=torch.bfloat16),
+    ],
+    ids=["bounded", "paper", "clip", "topka", "autocast"],
 )
-def test_updates_are_those_without_a_scaler(worlds: Worlds, algorithm: Any, settings: dict[str, Any]) -> None:
-    runs = [worlds.run(2, train, Run(algorithm, scaled, settings)) for scaled in (True, False)]
-    check_alike(*runs)
-
-
-def test_updates_under_bfloat16_autocast_are_those_without_a_scaler(worlds: Worlds) -> None:
-    runs = [
-        worlds.run(2, train, Run(OkTopk(density=0.05), scaled, autocast=torch.bfloat16)) for scaled in (True, False)
-    ]
-    check_alike(*runs)
+def test_updates_are_those_without_a_scaler_whether_attach_was_told_of_it_or_not(worlds: Worlds, run: Run) -> None:
+    runs = {
+        "plain": run,
+        "told": replace(run, scaled=True),
+        "untold": replace(run, scaled=True, settings={**run.settings, "scaler": None}),
+    }
+    trained = worlds.run_all(2, train, {name: (each,) for name, each in runs.items()})
+    for name in ("told", "untold"):
+        for ours, theirs in zip(trained[name], trained["plain"], strict=True):
+            assert any(a < b for a, b in pairwise(ours.scales)), "the scale was to grow"
+            assert any(a > b for a, b in pairwise(ours.scales)), "the scale was to shrink"
+            assert ours.skipped == theirs.skipped == 2
+            assert same_bits(ours.weights, theirs.weights)
+            assert same_bits(ours.residual, theirs.residual)
 
 
 def test_under_float16_autocast_updates_are_nearly_those_without_a_scaler(worlds: Worlds) -> None:
-    """Nearly: float16 rounds small gradients more coarsely without a scaler."""
-    scaled, plain = (
-        worlds.run(2, train, Run(OkTopk(density=1.0), scaled, autocast=torch.float16)) for scaled in (True, False)
-    )
-    for ours, theirs in zip(scaled, plain, strict=True):
+    """Nearly: float16 rounds small gradients more coarsely without a scaler. The one that attach finds is the same."""
+    run = Run(OkTopk(density=1.0), True, autocast=torch.float16)
+    cases = {
+        "scaled": (run,),
+        "plain": (replace(run, scaled=False),),
+        "untold": (replace(run, settings={"scaler": None}),),
+    }
+    trained = worlds.run_all(2, train, cases)
+    for ours, theirs, untold in zip(*trained.values(), strict=True):
         assert len(set(ours.scales)) > 1
         assert all(relative_error(ours.weights[name], theirs.weights[name]) <= 1e-3 for name in ours.weights)
+        assert ours.scales == untold.scales
+        assert same_bits(ours.weights, untold.weights)
 
 
 def test_a_scale_that_overflows_float16_settles(worlds: Worlds) -> None:
@@ -145,59 +149,20 @@ def test_a_scale_that_overflows_float16_settles(worlds: Worlds) -> None:
         assert all(bool(weight.isfinite().all()) for weight in ours.weights.values())
 
 
-def test_a_scaler_that_is_not_enabled_changes_nothing(worlds: Worlds) -> None:
-    algorithm = OkTopk(density=0.05)
-    given = worlds.run(2, train, Run(algorithm))
-    without = worlds.run(2, train, Run(algorithm, settings={"scaler": None}))
-    assert all(same_bits(a.weights, b.weights) for a, b in zip(given, without, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "autocast"),
-    [
-        ({}, {}, torch.float16),
-        ({"dense_steps": 0}, {"static_graph": True}, None),
-        ({"clip": 0.25}, {"gradient_as_bucket_view": True}, None),
-    ],
-    ids=["float16 autocast", "static_graph", "clip"],
-)
-def test_a_scaler_that_attach_was_not_told_of_is_used_all_the_same(
-    worlds: Worlds, settings: dict[str, Any], options: dict[str, Any], autocast: torch.dtype | None
-) -> None:
-    told, untold = (
-        worlds.run(2, train, Run(OkTopk(density=0.05), True, {**settings, **extra}, autocast, options))
-        for extra in ({}, {"scaler": None})
-    )
-    for ours, theirs in zip(untold, told, strict=True):
-        assert len(set(ours.scales)) > 1
-        assert ours.scales == theirs.scales
-        for what in ("weights", "residual"):
-            assert same_bits(getattr(ours, what), getattr(theirs, what)), what
-
-
 def test_each_of_two_scalers_that_attach_was_not_told_of_conserves_mass(worlds: Worlds) -> None:
     """Made after attach, with another scale in each step; both losses are scaled before the first backward()."""
     by_rank = worlds.run(2, two_scalers)
     for model in (0, 1):
-        books = [each[model] for each in by_rank]
-        residual, gradient = (mean_of([each[what] for each in books]) for what in ("residual", "gradient"))
-        assert any(bool(tensor.any()) for tensor in residual.values())
-        for each in books:
-            for name, applied in each["applied"].items():
-                assert relative_error(applied + residual[name], gradient[name]) <= 1e-5
-    assert [each[2].count("oktopk: a GradScaler scales the loss") for each in by_rank] == [2, 0]
+        check_balance([books[model] for books, _ in by_rank])
+    assert [said.count("oktopk: a GradScaler scales the loss") for _, said in by_rank] == [2, 0]
 
 
-def two_scalers() -> tuple[dict[str, Any], dict[str, Any], str]:
+def two_scalers() -> tuple[list[Books], str]:
     rank, said = dist.get_rank(), io.StringIO()
     nets = [Net(seed=seed) for seed in (1, 2)]
-    local, models = copy.deepcopy(nets), [DDP(net, bucket_cap_mb=0.01) for net in nets]
+    local, models, books = copy.deepcopy(nets), [DDP(net, bucket_cap_mb=0.01) for net in nets], [Books(n) for n in nets]
     handles = [attach(model, OkTopk(density=0.05), exclude="*bias") for model in models]
     scalers = [torch.amp.GradScaler("cpu") for _ in models]
-    books: list[dict[str, Any]] = [
-        {what: {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in net.named_parameters()} for what in WHAT}
-        for net in nets
-    ]
     with redirect_stderr(said):
         for step in range(8):
             losses = []
@@ -206,21 +171,15 @@ def two_scalers() -> tuple[dict[str, Any], dict[str, Any], str]:
                 scaler.update(1.5 ** (3 * step % 7 + 10 * m))
                 losses.append(scaler.scale([loss_of(model, rank, step)])[0])
             for m, loss in enumerate(losses):
-                local[m].zero_grad()
                 models[m].zero_grad()
                 loss.backward()
-                loss_of(local[m], rank, step).backward()
-                for name, grad in grads_of(nets[m]).items():
-                    books[m]["applied"][name] += grad.double() / scalers[m].get_scale()
-                    books[m]["gradient"][name] += grads_of(local[m])[name].double()
-        for handle in handles:
+                local[m].zero_grad()
+                (loss_of(local[m], rank, step) * scalers[m].get_scale()).backward()
+                books[m].enter_(nets[m], local[m], scalers[m].get_scale())
+        for each, handle in zip(books, handles, strict=True):
             handle.detach()
-    return *(
-        {**book, "residual": handle.residual} for book, handle in zip(books, handles, strict=True)
-    ), said.getvalue()
-
-
-WHAT = ("applied", "gradient")
+            each.residual = handle.residual
+    return books, said.getvalue()
 
 
 def test_a_loss_that_is_not_scaled_beside_one_that_is(worlds: Worlds) -> None:
@@ -259,20 +218,10 @@ def two_scalers_in_one_backward() -> list[Raised | None]:
 
 
 def test_with_raise_an_overflow_is_an_error_on_all_ranks(worlds: Worlds) -> None:
-    for raised in worlds.run(2, overflow_and_raise):
+    for raised in worlds.run(2, error_of, partial(train, Run(OKTOPK, True, {"on_nonfinite": "raise"}))):
         assert raised is not None
+        assert "NonFiniteError" in raised.message
         assert "rank 1" in raised.message
-
-
-def overflow_and_raise() -> Raised | None:
-    model = DDP(Net())
-    scaler = torch.amp.GradScaler("cpu")
-    attached = attach(model, OkTopk(density=0.05), scaler=scaler)
-    x, y = batch(dist.get_rank(), 0)
-    loss = nn.functional.mse_loss(model(x), y)
-    raised = error_of(scaler.scale(loss * math.inf if dist.get_rank() else loss).backward)
-    attached.detach()
-    return raised
 
 
 def test_clipping_the_whole_gradient_after_unscaling_works_as_ever(worlds: Worlds) -> None:
