@@ -104,16 +104,11 @@ USES = {
 STEPS = 5
 
 
-@dataclass(frozen=True)
-class Came:
-    """The gradients of a step: as they came, from the model without oktopk, and the mean of the ranks' own."""
-
-    ours: dict[str, Tensor]
-    plain: dict[str, Tensor]
-    mean: dict[str, Tensor]
+Grads = dict[str, Tensor]
 
 
-def train(use: Use) -> list[Came]:
+def train(use: Use) -> list[tuple[Grads, Grads, Grads]]:
+    """Return each step's gradients: as they came, from the model without oktopk, and the mean of the ranks' own."""
     rank, came = dist.get_rank(), []
     with a_cpu_with_events():
         ours, plain, local = use.model(), replace(use, options={}).model(), use.make().to(use.param)
@@ -124,8 +119,8 @@ def train(use: Use) -> list[Came]:
             for model in (ours, plain, local):
                 model.zero_grad(set_to_none=step % 2 == 0)
                 once(model, rank, step)
-            came.append(Came(*(present_grads(net) for net in (ours.module, plain.module, local))))
-            for mean in came[-1].mean.values():
+            came.append(tuple(present_grads(net) for net in (ours.module, plain.module, local)))
+            for mean in came[-1][2].values():
                 dist.all_reduce(mean.div_(dist.get_world_size()))
             assert {p.dtype for p in ours.parameters()} == {SINGLE}
             assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {SINGLE}
@@ -149,11 +144,11 @@ def test_ddps_mixed_precision_trains_as_it_does_without_oktopk(worlds: Worlds) -
     """
     for case, by_rank in worlds.run_all(2, train, {name: (use,) for name, use in USES.items()}).items():
         use = USES[case]
-        for step, each in (pair for came in by_rank for pair in enumerate(came)):
-            assert each.ours.keys() == each.plain.keys() == each.mean.keys()
-            tolerance = ROUNDING[use.reduce or use.param]
-            assert all(relative_error(each.ours[name], each.mean[name]) <= tolerance for name in each.mean), case
-            assert not step or not use.dense_steps or same_bits(each.ours, each.plain), case
+        tolerance = ROUNDING[use.reduce or use.param]
+        for step, (ours, plain, mean) in (pair for came in by_rank for pair in enumerate(came)):
+            assert ours.keys() == plain.keys() == mean.keys()
+            assert all(relative_error(ours[name], mean[name]) <= tolerance for name in mean), case
+            assert not step or not use.dense_steps or same_bits(ours, plain), case
 
 
 def sparse_books(param: torch.dtype, reduce: torch.dtype) -> Books:
