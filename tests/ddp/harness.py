@@ -214,17 +214,13 @@ def descend_(module: nn.Module, rate: float = 0.05) -> None:
 
 def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a copy of every gradient, in the order of memory, as attachments keep residuals."""
-    return {name: None if p.grad is None else in_memory_order(p.grad).clone() for name, p in module.named_parameters()}
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    return {n: None if g is None else g.detach().as_strided((g.numel(),), (1,)).clone() for n, g in grads.items()}
 
 
 def delivered_nothing(grads: Mapping[str, Tensor | None]) -> bool:
     """Whether these are the gradients of a skipped step: zeros."""
     return not any(bool(grad.any()) for grad in grads.values() if grad is not None)
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements as they lie in memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

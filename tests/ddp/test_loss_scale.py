@@ -181,70 +181,47 @@ def two_scalers() -> tuple[list[Books], str]:
     return books, said.getvalue()
 
 
-def test_a_loss_that_is_not_scaled_beside_one_that_is(worlds: Worlds) -> None:
-    for scaled, plain in worlds.run(2, scaled_then_plain):
-        assert relative_error(scaled, 1024 * plain) <= 1e-6
+def backward_with_scalers() -> tuple[Tensor, Tensor, Raised | None, Raised | None]:
+    """Return the gradients of a loss that is scaled, and of the same loss without; at density 1 nothing is held.
 
-
-def scaled_then_plain() -> tuple[Tensor, Tensor]:
-    """A scaler is alive, but only the first of two steps with the same batch uses it; at density 1 nothing is held."""
-    model, scaler = DDP(Net()), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    attached, came = attach(model), []
-    for each in (scaler.scale, lambda loss: loss):
+    Then what a loss of two scaled parts raises, without and with a scaler given to attach.
+    """
+    model, scalers = DDP(Net()), [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    came, raised = [], []
+    attached = attach(model)
+    for scale in (scalers[0].scale, lambda loss: loss):
         model.zero_grad()
-        each(loss_of(model, dist.get_rank(), 0)).backward()
+        scale(loss_of(model, dist.get_rank(), 0)).backward()
         came.append(model.module.exit.weight.grad.clone())
     attached.detach()
-    return came[0], came[1]
-
-
-def test_two_scalers_in_one_backward_are_an_error_unless_attach_was_given_one(worlds: Worlds) -> None:
-    for untold, told in worlds.run(2, two_scalers_in_one_backward):
-        assert untold is not None
-        assert "two GradScalers" in untold.message
-        assert told is None
-
-
-def two_scalers_in_one_backward() -> list[Raised | None]:
-    raised, scalers = [], [torch.amp.GradScaler("cpu") for _ in range(2)]
     for given in (None, scalers[0]):
         model = DDP(Net())
         attached = attach(model, scaler=given)
         losses = [scaler.scale(loss_of(model, dist.get_rank(), 0)) for scaler in scalers]
         raised.append(error_of(sum(losses).backward))
         attached.detach()
+    return *came, *raised  # type: ignore[return-value]
+
+
+def test_a_loss_that_is_not_scaled_beside_one_that_is_and_one_that_two_scalers_scale(worlds: Worlds) -> None:
+    for scaled, plain, untold, told in worlds.run(2, backward_with_scalers):
+        assert relative_error(scaled, 1024 * plain) <= 1e-6
+        assert untold is not None
+        assert "two GradScalers" in untold.message
+        assert told is None
+
+
+def overflow_and_raise() -> Raised | None:
+    raised = error_of(partial(train, Run(OKTOPK, True, {"on_nonfinite": "raise"})))
+    train(Run(OKTOPK, True, inf_at=()))  # a backward that raised leaves its scaler noted until the next scaled one
     return raised
 
 
 def test_with_raise_an_overflow_is_an_error_on_all_ranks(worlds: Worlds) -> None:
-    for raised in worlds.run(2, error_of, partial(train, Run(OKTOPK, True, {"on_nonfinite": "raise"}))):
+    for raised in worlds.run(2, overflow_and_raise):
         assert raised is not None
         assert "NonFiniteError" in raised.message
         assert "rank 1" in raised.message
-
-
-def test_clipping_the_whole_gradient_after_unscaling_works_as_ever(worlds: Worlds) -> None:
-    for norm, limit in worlds.run(2, unscale_and_clip):
-        assert norm <= limit * (1 + 1e-5)
-
-
-def unscale_and_clip() -> tuple[float, float]:
-    model = DDP(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    attached = attach(model, OkTopk(density=0.5), scaler=scaler)
-    worst, limit = 0.0, 0.01
-    for step in range(4):
-        x, y = batch(dist.get_rank(), step)
-        optimizer.zero_grad()
-        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        assert float(nn.utils.clip_grad_norm_(model.parameters(), limit)) > limit
-        worst = max(worst, float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
-        scaler.step(optimizer)
-        scaler.update()
-    attached.detach()
-    return worst, limit
 
 
 @pytest.mark.parametrize("phase", ["dense", "sparse", "device"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,29 +145,17 @@ def test_going_back_to_an_earlier_state_in_place_repeats_the_run(worlds: Worlds)
     assert worlds.run(2, go_back) == [[True] * 3] * 2
 
 
-def exclude_and_back(session: Session) -> None:
-    session.attached.exclude("exit.*")
-    session.train(6, 8)
-    session.attached.exclude(())
-
-
-def other_algorithm_and_back(session: Session) -> None:
-    session.attached.algorithm = TopkA(density=0.05)
-    session.train(6, 8)
-    session.attached.algorithm = session.run.algorithm
-
-
-def exclude(session: Session) -> None:
-    session.train(6, 8)
-    session.attached.exclude(("body.0.*", "norm.*"))
-
-
-def change_and_resume(change: Callable[[Session], None], settings: dict[str, Any]) -> bool:
-    """Stop after the settings were changed: a new session is given them as they are now."""
+def change_and_resume(excluded: tuple[Any, ...], algorithms: tuple[Any, ...], settings: dict[str, Any]) -> bool:
+    """Stop after exclusions or algorithm changed, one after another: a new session is given the last of them."""
     run = RUNS["bounded"]
     whole = Session(run)
-    whole.train(0, 6)
-    change(whole)
+    whole.train(0, 4)
+    for step, names in zip((4, 6), excluded, strict=False):
+        whole.attached.exclude(names)
+        whole.train(step, step + 2)
+    for step, algorithm in zip((4, 6), algorithms, strict=False):
+        whole.attached.algorithm = algorithm
+        whole.train(step, step + 2)
     whole.train(8, 10)
     state = whole.saved()
     whole.train(10, STEPS)
@@ -180,9 +167,9 @@ def change_and_resume(change: Callable[[Session], None], settings: dict[str, Any
 
 def test_a_run_whose_settings_changed_resumes_with_the_same_bits(worlds: Worlds) -> None:
     cases: dict[str, tuple[Any, ...]] = {
-        "exclusion, there and back": (exclude_and_back, {}),
-        "algorithm, there and back": (other_algorithm_and_back, {}),
-        "exclusion": (exclude, {"exclude": ("body.0.*", "norm.*")}),
+        "exclusion, there and back": (("exit.*", ()), (), {}),
+        "algorithm, there and back": ((), (TopkA(density=0.05), RUNS["bounded"].algorithm), {}),
+        "exclusion": (("exit.*", ("body.0.*", "norm.*")), (), {"exclude": ("body.0.*", "norm.*")}),
     }
     assert list(worlds.run_all(2, change_and_resume, cases).values()) == [[True, True]] * len(cases)
 
