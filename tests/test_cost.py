@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, SettingError, TopkA, TopkDSA
 from oktopk.codec import HEADER_WORDS
-from oktopk.cost import Call, Cost, Machine, exactly, predict
+from oktopk.cost import Call, Machine, exactly, predict
 from tests.cases import NAMES, PLAIN, Case, algorithms, oktopk, trace
 from tests.harness import on_threads
 from tests.laws import WORD_BYTES, predicted, wanted
@@ -155,7 +155,6 @@ def test_a_machine_takes_alpha_a_call_and_beta_a_word_of_its_collective() -> Non
     cost = exactly(14, 2, Call("all_gather", 10), Call("sendrecv", 4))
     assert machine.seconds(cost) == 1 + 5 + 2 + 1
     assert machine.seconds(cost, computing_s=3.0) == 12.0
-    assert Cost(least=1, typical=10.0, most=20, messages=3).seconds(alpha_s=2.0, beta_s=0.5) == 11.0
 
 
 def test_an_algorithm_without_a_model_is_refused() -> None:

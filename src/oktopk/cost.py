@@ -1,5 +1,4 @@
-"""What each algorithm should send and take: the tests hold the metered traffic to it, and a planner can ask before it
-trains.
+"""The traffic and time that each algorithm should need: tests hold the metered traffic to it, planners ask it.
 
 A word is 4 bytes. `predict` is for one rank and one step after the first. With a `Machine`, which `oktopk bench probe`
 measures, a step is predicted in seconds:
@@ -10,7 +9,7 @@ measures, a step is predicted in seconds:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import singledispatch
 from typing import Any
 
@@ -23,12 +22,12 @@ from oktopk.selection import BAND, SKETCH, num_selected
 
 INT64_WORDS = 2
 SPARE_WORDS = {"fp32": 1, "bf16": 1, "int8": 2}
-"""What the values of one more block may take: a word that is not full, and an int8 scale."""
+"""Words that one more block may take, because its last word is not full and int8 adds a scale."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective of `Comm`, in which a rank sends so many words."""
+    """One call of a collective of `Comm`, and the words that a rank sends in it."""
 
     collective: str
     words: float
@@ -36,12 +35,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank sends in one step.
+    """The traffic of one rank in one step.
 
-    least, most     words: the band that no step leaves, whatever the input
-    typical         words: what the literature's formula says, for a gradient that does not change its character
-    messages        messages sent, at most
-    calls           of a typical step, one after the other; where ranks do different things, on the busiest path
+    least, most     words: bounds for every input
+    typical         words: the literature's formula, for a stationary gradient
+    messages        upper bound of the messages sent
+    calls           collectives of a typical step, in order, on the busiest path where ranks differ
     """
 
     least: int
@@ -50,33 +49,23 @@ class Cost:
     messages: int
     calls: tuple[Call, ...] = ()
 
-    def seconds(self, alpha_s: float, beta_s: float) -> float:
-        """Return the time of a typical step on a link with `alpha_s` seconds a message and `beta_s` a word."""
-        return alpha_s * self.messages + beta_s * self.typical
-
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.least + other.least,
-            self.typical + other.typical,
-            self.most + other.most,
-            self.messages + other.messages,
-            self.calls + other.calls,
-        )
+        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the ranks' machines and the network between them take, by collective.
+    """The speed of the ranks' machines and of the network between them, by collective.
 
-    alpha_s     seconds a call, however little it sends
-    beta_s      seconds a word that each rank sends, all at once; of all_reduce the summing as well
+    alpha_s     seconds a call
+    beta_s      seconds a word that each rank sends, all at once (of all_reduce with the summing)
     """
 
     alpha_s: Mapping[str, float]
     beta_s: Mapping[str, float]
 
     def seconds(self, cost: Cost, computing_s: float = 0.0) -> float:
-        """Return how long a typical step takes whose ranks compute for so long between their messages.
+        """Return the seconds of a typical step whose ranks compute for `computing_s` between their messages.
 
         >>> machine = Machine(alpha_s={"all_gather": 0.001}, beta_s={"all_gather": 4e-8})
         >>> round(machine.seconds(predict(TopkA(density=0.01), 1_000_000, 2), computing_s=0.010), 4)
@@ -86,7 +75,7 @@ class Machine:
 
 
 def exactly(words: int, messages: int, *calls: Call) -> Cost:
-    """Return the cost of what is the same on every step."""
+    """Return the cost of a step that always sends `words` words."""
     return Cost(words, float(words), words, messages, calls)
 
 
@@ -97,7 +86,7 @@ def agreement(peers: int, collective: str = "all_gather") -> Cost:
 
 @singledispatch
 def predict(algorithm: Any, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    """Return what `rank` of `size` sends in one step of `algorithm` on `numel` elements (in so many segments).
+    """Return the traffic of `rank` of `size` in one step of `algorithm` on `numel` elements in `segments` segments.
 
     >>> predict(OkTopk(density=0.01, wire="fp32"), 1_000_000, 4).most
     37524
@@ -112,7 +101,7 @@ def _(algorithm: Dense, numel: int, size: int, rank: int = 0, segments: int = 1)
 
 
 def ring_words(numel: int, size: int, rank: int = 0) -> int:
-    """Return what a rank sends in the all_reduce of a ring: every block but one, in each half of it."""
+    """Return the words of a rank in the all_reduce of a ring: every block but one, in each half of it."""
     if size == 1:
         return 0
     blocks = [(i + 1) * numel // size - i * numel // size for i in range(size)]
@@ -155,7 +144,7 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
     split = Cost(HEADER_WORDS * peers, typical, most, peers, (Call("all_to_all_single", typical),))
     gather = Cost(0, min(typical, dense), dense, peers, (Call("all_to_all_single", min(typical, dense)),))
     sizes = agreement(peers, "all_to_all_single")
-    return (split if peers else exactly(0, 0)) + gather + sum_of([agreement(peers), sizes, sizes])
+    return (split if peers else exactly(0, 0)) + gather + agreement(peers) + sizes + sizes
 
 
 @predict.register
@@ -192,11 +181,3 @@ def _(algorithm: OkTopkPaper, numel: int, size: int, rank: int = 0, segments: in
         *balance,
     )
     return Cost(0, 3 * third, split + gather + agreed, 20 * peers + 8 * peers + buckets, calls)
-
-
-def sum_of(costs: list[Cost]) -> Cost:
-    """Return the cost of doing all of these."""
-    total = exactly(0, 0)
-    for cost in costs:
-        total += cost
-    return total

@@ -1,4 +1,4 @@
-"""`Comm`: all that an algorithm knows of the network."""
+"""`Comm`: the collectives that an algorithm may call, on threads or on processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pending(Protocol):
     """A message under way."""
 
     def wait(self) -> Tensor:
-        """Return what arrived."""
+        """Return the tensor that arrives."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Arrived:
     block: Tensor
 
     def wait(self) -> Tensor:
-        """Return it."""
         return self.block
 
 
@@ -52,10 +51,10 @@ class Comm(Protocol):
         """Return all ranks' blocks, of one size, in rank order: shape (P, len(block))."""
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send the first `send[0]` elements to rank 0, and so on; return what came, `receive[0]` from rank 0 first."""
+        """Send the first `send[0]` elements to rank 0, and so on; return `receive[0]` elements of rank 0, and so on."""
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """Send row i to rank i; return what came, rank 0's row first. Rows are of one size, on all ranks."""
+        """Send row i to rank i; return one row from each rank. Rows are of one size, on all ranks."""
 
     def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank.
@@ -66,39 +65,32 @@ class Comm(Protocol):
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:
-        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words from `source` (0: nothing).
-
-        What arrives is on `device`.
-        """
+        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words on `device` from `source`."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what happens inside, for whoever measures."""
+        """Name the part of a step that runs inside, for measurements."""
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one will not be there any more."""
 
 
 class Collectives:
-    """What every comm can build on its `all_to_all`, and the defaults of what it need not have."""
+    """The collectives that follow from `all_reduce` and `all_to_all_single`, for every comm."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Comm`."""
         raise NotImplementedError
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `Comm`."""
         raise NotImplementedError
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """See `Comm`."""
         sizes = [blocks.shape[1]] * self.size
         return self.all_to_all_single(blocks.view(-1), sizes, sizes).view_as(blocks)
 
     def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
-        """See `Comm`."""
         send = [len(block) for block in blocks]
         ones = [1] * self.size
         sizes = torch.tensor(send, dtype=torch.int64, device=blocks[0].device)
@@ -110,9 +102,8 @@ class Collectives:
         return list(torch.split(self.all_to_all_single(torch.cat(list(blocks)), send, receive), receive))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """See `Comm`: where nothing can be started, it is done at once."""
+        """Sum at once: a comm that can start a sum overrides this."""
         return Arrived(self.all_reduce(tensor))
 
     def phase(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See `Comm`."""
         return nullcontext()

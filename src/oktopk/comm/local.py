@@ -18,7 +18,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 SEGMENT_BYTES = 1 << 20
-"""The largest piece in which gloo's ring passes a sum on."""
+"""Bytes of the largest piece in which gloo's ring passes a sum on."""
 
 
 def run_local(size: int, fn: Callable[[LocalComm], T], *, timeout: float = 60.0) -> list[T]:
@@ -57,18 +57,15 @@ class LocalComm(Collectives):
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Comm`."""
         every = self._share("all_reduce", tensor, tensor.shape)
         total = _ring_sum(every) if self.rank == 0 else None
         # The second meeting also keeps everyone from overwriting what rank 0 still reads.
         return tensor.copy_(self._meeting.meet(self.rank, "all_reduce", total)[0])  # type: ignore[arg-type]
 
     def all_gather(self, block: Tensor) -> Tensor:
-        """See `Comm`."""
         return torch.stack(self._share("all_gather", block.clone(), block.shape))
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `Comm`."""
         every = self._meeting.meet(self.rank, "all_to_all", torch.split(blocks.clone(), list(send)))
         came = [parts[self.rank] for parts in every]
         if [len(part) for part in came] != list(receive):
@@ -77,14 +74,12 @@ class LocalComm(Collectives):
 
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
-    ) -> _Letter:
-        """See `Comm`."""
+    ) -> _Message:
         if block is not None:
             self._meeting.post(self.rank, to, block.clone())
-        return _Letter(self._meeting, source, self.rank, size, device)
+        return _Message(self._meeting, source, self.rank, size, device)
 
     def fail(self, error: BaseException) -> None:
-        """See `Comm`."""
         self._meeting.fail(self.rank, error)
 
     def _share(self, what: str, tensor: Tensor, shape: torch.Size) -> list[Tensor]:
@@ -95,7 +90,7 @@ class LocalComm(Collectives):
 
 
 @dataclass
-class _Letter:
+class _Message:
     meeting: _Meeting
     source: int
     to: int
@@ -112,7 +107,7 @@ class _Letter:
 
 
 class _Meeting:
-    """Where the threads meet: one collective at a time, letters at any time, and no wait without an end."""
+    """Where the threads meet: one collective at a time, messages at any time, and no wait without an end."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
@@ -122,7 +117,7 @@ class _Meeting:
         self._round = 0
         self._result: list[object] = []
         self._gone: set[int] = set()
-        self._letters: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self._messages: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
     def meet(self, rank: int, what: str, thing: U) -> list[U]:
         """Return what every rank brought to this collective, in rank order."""
@@ -136,13 +131,13 @@ class _Meeting:
 
     def post(self, source: int, to: int, block: Tensor) -> None:
         with self._change:
-            self._letters[source, to].append(block)
+            self._messages[source, to].append(block)
             self._change.notify_all()
 
     def collect(self, source: int, to: int) -> Tensor:
         with self._change:
-            self._wait(lambda: bool(self._letters[source, to]), f"a block from rank {source}", {source})
-            return self._letters[source, to].popleft()
+            self._wait(lambda: bool(self._messages[source, to]), f"a block from rank {source}", {source})
+            return self._messages[source, to].popleft()
 
     def leave(self, rank: int) -> None:
         with self._change:

@@ -1,29 +1,32 @@
-"""`MeteredComm`: counts what passes through a comm, from outside, so that no algorithm counts for itself."""
+"""`MeteredComm`: counts the bytes and messages of a comm from outside, so that no algorithm counts for itself."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from oktopk.comm.base import Comm, Pending
 
+T = TypeVar("T")
+
 UNNAMED = "other"
 
 
 @dataclass
 class Traffic:
-    """What one rank sent and received. Keys are (phase, collective); a block for oneself is no traffic.
+    """The bytes and messages of one rank. Keys are (phase, collective). A block for oneself is no traffic.
 
-    An all_reduce counts as what a ring sends, 2 (P - 1) messages of 1 / P of the tensor each; the others as one
-    message for each peer that gets something.
+    An all_reduce counts as a ring: 2 (P - 1) messages of 1 / P of the tensor each. The others count as one message
+    for each peer that gets something.
     """
 
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -88,7 +91,7 @@ class Traffic:
 
 
 class MeteredComm:
-    """A comm that counts. `take()` returns the traffic since the last `take()`."""
+    """A comm that counts. `pop()` returns the traffic since the last `pop()`."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -97,86 +100,72 @@ class MeteredComm:
         self.traffic = Traffic()
 
     def pop(self) -> Traffic:
-        """Return what was counted, and start again."""
+        """Return the traffic counted so far, and start again."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Comm`."""
-        start = time.perf_counter()
-        result = self._comm.all_reduce(tensor)
-        self._count_ring(tensor, start)
-        return result
+        sent = self._ring_sizes(tensor)
+        return self._counted("all_reduce", sent, sum(sent), lambda: self._comm.all_reduce(tensor))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """See `Comm`."""
-        start = time.perf_counter()
-        pending = self._comm.start_all_reduce(tensor)
-        self._count_ring(tensor, start)
-        return pending
+        sent = self._ring_sizes(tensor)
+        return self._counted("all_reduce", sent, sum(sent), lambda: self._comm.start_all_reduce(tensor))
 
-    def _count_ring(self, tensor: Tensor, start: float) -> None:
+    def _ring_sizes(self, tensor: Tensor) -> list[int]:
+        """Return the sizes of the messages of a ring: a rank passes on every block but one in each half."""
+        if self.size == 1:
+            return []
         edges = [i * tensor.numel() // self.size for i in range(self.size + 1)]
         blocks = [(b - a) * tensor.element_size() for a, b in itertools.pairwise(edges)]
-        # In a ring, rank r passes on every block but one in each half.
-        sent = [size for half in (1, 2) for i, size in enumerate(blocks) if i != (self.rank + half) % self.size]
-        self._count("all_reduce", sent if self.size > 1 else [], sum(sent) if self.size > 1 else 0, start)
+        return [size for half in (1, 2) for i, size in enumerate(blocks) if i != (self.rank + half) % self.size]
 
     def all_gather(self, block: Tensor) -> Tensor:
-        """See `Comm`."""
-        start = time.perf_counter()
-        result = self._comm.all_gather(block)
-        sent = [block.numel() * block.element_size()] * (self.size - 1)
-        self._count("all_gather", sent, sum(sent), start)
-        return result
+        sent = [_bytes(block)] * (self.size - 1)
+        return self._counted("all_gather", sent, sum(sent), lambda: self._comm.all_gather(block))
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `Comm`."""
-        start = time.perf_counter()
-        result = self._comm.all_to_all_single(blocks, send, receive)
         width = blocks.element_size()
         sent = [count * width for peer, count in enumerate(send) if peer != self.rank]
-        self._count("all_to_all_single", sent, (sum(receive) - receive[self.rank]) * width, start)
-        return result
+        received = (sum(receive) - receive[self.rank]) * width
+        run = partial(self._comm.all_to_all_single, blocks, send, receive)
+        return self._counted("all_to_all_single", sent, received, run)
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """See `Comm`."""
-        start = time.perf_counter()
-        result = self._comm.all_to_all(blocks)
         sent = [blocks[0].nbytes] * (self.size - 1)
-        self._count("all_to_all", sent, sum(sent), start)
-        return result
+        return self._counted("all_to_all", sent, sum(sent), lambda: self._comm.all_to_all(blocks))
 
     def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
-        """See `Comm`."""
-        start = time.perf_counter()
-        result = self._comm.all_to_all_v(blocks, most)
-        ours = [block.numel() * block.element_size() for peer, block in enumerate(blocks) if peer != self.rank]
-        theirs = [block.numel() * block.element_size() for peer, block in enumerate(result) if peer != self.rank]
         sizes = [torch.int64.itemsize] * (self.size - 1)
-        self._count("all_to_all_v", [*sizes, *ours], sum(sizes) + sum(theirs), start)
+        ours = [_bytes(block) for peer, block in enumerate(blocks) if peer != self.rank]
+        run = partial(self._comm.all_to_all_v, blocks, most)
+        result = self._counted("all_to_all_v", [*sizes, *ours], sum(sizes), run)
+        theirs = sum(_bytes(block) for peer, block in enumerate(result) if peer != self.rank)
+        self.traffic.received[self._phase, "all_to_all_v"] += theirs
         return result
 
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:
-        """See `Comm`."""
-        start = time.perf_counter()
-        pending = self._comm.sendrecv(block, to, source, size, device)
-        sent = [] if block is None else [block.numel() * block.element_size()]
-        self._count("sendrecv", sent, size * torch.int32.itemsize, start)
-        return pending
+        sent = [] if block is None else [_bytes(block)]
+        run = partial(self._comm.sendrecv, block, to, source, size, device)
+        return self._counted("sendrecv", sent, size * torch.int32.itemsize, run)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """See `Comm`."""
         return _Phase(self, name)
 
     def fail(self, error: BaseException) -> None:
-        """See `Comm`."""
         self._comm.fail(error)
 
-    def _count(self, collective: str, sent: Sequence[int], received: int, start: float) -> None:
+    def _counted(self, collective: str, sent: Sequence[int], received: int, run: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = run()
         self.traffic.count_((self._phase, collective), sent, received, time.perf_counter() - start)
+        return result
+
+
+def _bytes(block: Tensor) -> int:
+    return block.numel() * block.element_size()
 
 
 class _Phase:

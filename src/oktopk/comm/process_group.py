@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,10 @@ from oktopk.comm.base import Collectives
 from oktopk.errors import PeerError
 
 STORE_ANSWERS_S = 2.0
-"""A store that answers does so at once; one whose host is frozen never does, whatever timeout it was given."""
+"""Seconds to wait for the store, because one whose host is frozen never answers, whatever its own timeout."""
 
 LARGE_BYTES = 1 << 18
-"""Rows from which it pays to send them one by one: at 1 Gbit/s and P = 4, 0.7 MB rows take 21 ms, not 28."""
+"""Bytes of a row from which rows are sent one by one, because 0.7 MB rows then take 21 ms, not 28 (1 Gbit/s, P = 4)."""
 
 _FAILED = "oktopk/failed"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -34,31 +36,27 @@ class ProcessGroupComm(Collectives):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Comm`."""
         return self.start_all_reduce(tensor).wait()
 
     def start_all_reduce(self, tensor: Tensor) -> _UnderWay:
-        """See `Comm`."""
         with self._naming_the_culprit():
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return _UnderWay(self, tensor, [] if work is None else [work])
 
     def all_gather(self, block: Tensor) -> Tensor:
-        """See `Comm`."""
         out = block.new_empty(self.size * len(block))
         with self._naming_the_culprit():
             _all_gather(out, block.contiguous(), group=self.group)
         return out.view(self.size, len(block))
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `Comm`."""
         out = blocks.new_empty(sum(receive))
         with self._naming_the_culprit():
             dist.all_to_all_single(out, blocks.contiguous(), list(receive), list(send), group=self.group)
         return out
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """See `Comm`: large rows one by one, all at the same time, since gloo's collective uses half the link."""
+        """Send large rows one by one, all at the same time, because gloo's collective uses half the link."""
         if not self._is_gloo() or blocks.is_cuda or blocks[0].nbytes < LARGE_BYTES:  # its send knows no GPU
             return super().all_to_all(blocks)
         arriving = torch.empty_like(blocks)
@@ -75,7 +73,6 @@ class ProcessGroupComm(Collectives):
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> _UnderWay:
-        """See `Comm`."""
         via = "cpu" if self._is_gloo() else device  # gloo's send and recv know no GPU
         block = None if block is None else block.to(via)
         arriving = torch.empty(size, dtype=torch.int32, device=via)
@@ -89,17 +86,9 @@ class ProcessGroupComm(Collectives):
         return _UnderWay(self, arriving, works, ops, device)
 
     def fail(self, error: BaseException) -> None:
-        """See `Comm`: the message waits in the group's store until the others' collectives break."""
+        """Leave the message in the group's store, where the others find it when their collectives break."""
         message = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-        telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
-        telling.start()
-        telling.join(STORE_ANSWERS_S)
-
-    def _tell(self, message: str) -> None:
-        try:
-            self.group.get_group_store().set(_FAILED, message)
-        except RuntimeError:  # the store's own process is gone, and the others will notice that themselves
-            return
+        _ask_store(self.group, lambda store: store.set(_FAILED, message))
 
     def _is_gloo(self) -> bool:
         return bool(dist.get_backend(self.group) == "gloo")
@@ -128,7 +117,7 @@ class _UnderWay:
 
 @dataclass
 class _NamingTheCulprit:
-    """Turns a collective that broke into the error of the rank that broke it, where that rank could say so."""
+    """Turn the error of a broken collective into that of the rank that broke it, where that rank left one."""
 
     group: dist.ProcessGroup
 
@@ -140,16 +129,22 @@ class _NamingTheCulprit:
             raise PeerError(self._cause() or f"another rank died, left or was cut off: {error}") from error
 
     def _cause(self) -> str | None:
-        """Return what the rank that failed left in the store, if it answers: its host may be the one that is gone."""
-        answers: list[str | None] = []
-        asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)
-        asking.start()
-        asking.join(STORE_ANSWERS_S)
-        return answers[0] if answers else None
+        """Return the message that the rank that failed left in the store, if the store answers."""
+        answer: str | None = _ask_store(
+            self.group, lambda store: store.get(_FAILED).decode() if store.check([_FAILED]) else None
+        )
+        return answer
 
-    def _ask(self, answers: list[str | None]) -> None:
-        store = self.group.get_group_store()
-        try:
-            answers.append(store.get(_FAILED).decode() if store.check([_FAILED]) else None)
-        except RuntimeError:  # the store's own process is gone: the broken collective is all we know
-            answers.append(None)
+
+def _ask_store(group: dist.ProcessGroup, ask: Callable[[Any], Any]) -> Any:
+    """Return the store's answer; None if its process is gone or frozen."""
+    answers: list[Any] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):  # its process is gone
+            answers.append(ask(group.get_group_store()))
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(STORE_ANSWERS_S)
+    return answers[0] if answers else None
