@@ -1,7 +1,7 @@
-"""What oktopk raises, and when.
+"""The errors of oktopk, and when each is raised.
 
     OktopkError
-    ├── SettingError    a setting that cannot be: density 2, an unknown wire           (a ValueError)
+    ├── SettingError    an impossible setting: density 2, an unknown wire              (a ValueError)
     ├── InputError      a tensor that is refused: integer, of another size             (a ValueError)
     │   └── NonFiniteError   it holds NaN or Inf                                       (a ValueError)
     ├── MismatchError   the ranks disagree on what they are about to reduce            (a ValueError)
@@ -9,9 +9,9 @@
     ├── MalformedError  a block or its indices that cannot be: cut short, out of order (a ValueError)
     └── PeerError       another rank failed, or left, while this one waited for it     (a RuntimeError)
 
-An `InputError`, `NonFiniteError` or `MismatchError` is raised on every rank alike, before any gradient travels,
-and leaves the residual as it was; but of steps that stay on a GPU see docs/gpu.md. A `MalformedError` is raised on the
-rank that received the block, before anything of it is used; the others are told and raise a `PeerError`.
+An `InputError`, `NonFiniteError` or `MismatchError` is raised on every rank alike, before any gradient travels, and
+leaves the residual as it was (steps on a GPU: see docs/gpu.md). A `MalformedError` is raised on the rank that received
+the block, before anything of it is used; the others raise a `PeerError`.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from difflib import get_close_matches
 
 
 class OktopkError(Exception):
-    """Everything that oktopk raises on purpose."""
+    """Base class of the errors that oktopk raises on purpose."""
 
 
 class SettingError(OktopkError, ValueError):
-    """A setting that cannot be."""
+    """An impossible setting."""
 
 
 class InputError(OktopkError, ValueError):
@@ -31,7 +31,7 @@ class InputError(OktopkError, ValueError):
 
 
 class NonFiniteError(InputError):
-    """A gradient that holds NaN or Inf; `rank` and `index` say where, if it is known."""
+    """A gradient that holds NaN or Inf; `rank` and `index` say where, if that is known."""
 
     def __init__(self, message: str, rank: int | None = None, index: int | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class StateError(OktopkError, ValueError):
 
 
 class MalformedError(OktopkError, ValueError):
-    """A block, its indices or its values that cannot be; `rank` says which rank sent it, if it is known."""
+    """A malformed block, index or value; `rank` is the rank that sent it, if it is known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message if rank is None else f"a malformed message from rank {rank}: {message}")
@@ -59,7 +59,7 @@ class PeerError(OktopkError, RuntimeError):
 
 
 def one_of(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is known, else raise a `SettingError` that says what is and what was probably meant."""
+    """Return `name` if it is known, else raise a `SettingError` that lists the known names and the closest one."""
     names = sorted(known)
     if name in names:
         return name

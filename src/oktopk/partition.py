@@ -1,4 +1,4 @@
-"""Where the index space is cut into regions, one for each owner.
+"""Cuts of the index space into regions, one for each owner.
 
 Cuts are an int64 tensor of P + 1 indices, nondecreasing, first 0, last numel; region i = [cuts[i], cuts[i + 1]) and
 its owner is rank i. Empty regions are legal.
@@ -29,7 +29,7 @@ def even_cuts(numel: int, parts: int) -> Tensor:
 
 
 def balanced_cuts(index: Tensor, numel: int, parts: int) -> Tensor:
-    """Return the cuts that share the sorted `index` evenly: the quantiles of what one rank selected."""
+    """Return the cuts that share the sorted `index`, one rank's selection, evenly: its quantiles."""
     if not len(index):
         return even_cuts(numel, parts)
     inner = index[even_cuts(len(index), parts)[1:-1].to(index.device)].cpu()
@@ -50,8 +50,8 @@ def consensus(cuts: Tensor, comm: Comm) -> Tensor:
 def rebalanced_cuts(cuts: Tensor, index: Tensor, demand: Sequence[int]) -> Tensor:
     """Return cuts that would have shared `demand` evenly.
 
-    `demand` is how many pairs the ranks wanted to send to each region, `index` a sample of where in it they were: what
-    was delivered. All ranks know both, so that these cuts are agreed upon without a message.
+    `demand` is the number of pairs that the ranks wanted to send to each region. `index`, the delivered indices, is a
+    sample of where they lie. All ranks know both, so that they agree on these cuts without a message.
     """
     parts, numel = len(cuts) - 1, int(cuts[-1])
     ends = torch.searchsorted(index, cuts.to(index.device)).tolist()

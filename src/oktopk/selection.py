@@ -1,8 +1,8 @@
-"""What leaves: which elements of an accumulated gradient are worth sending.
+"""Selection: which elements of an accumulated gradient are worth sending.
 
-Three ways to choose about k of them: exactly (`top_k`), by a threshold (`threshold_for` and `at_least`), by a fitted
-normal distribution (`gaussian_threshold`); and one way to say what "large" means (`Ranking`). A threshold is a score,
-never an index; elements that equal it are chosen, zeros never are.
+There are three ways to choose about k of them: exactly (`top_k`), by a threshold (`exact_threshold` or
+`sampled_threshold`, then `at_least`), by a fitted normal distribution (`gaussian_threshold`). A `Ranking` says how
+large an element is. A threshold is a score; elements that equal it are chosen, zeros never are.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 SAMPLE_HITS = 1024
-"""Sampled elements above a sampled threshold: its count errs by 1/sqrt(1024) = 3 %."""
+"""Number of sampled elements above a sampled threshold, because its count then errs by 1/sqrt(1024) = 3 %."""
 
 SKETCH = 32
-"""Scores that a rank tells when a global threshold is only estimated: the count it gives errs by k/16 at most."""
+"""Number of scores a rank sends for an estimated global threshold, because its count then errs by k/16 at most."""
 
 BAND = (0.8, 1.25)
-"""A threshold is good while the count it gives is within this band around k."""
+"""Factors of k between which a threshold's count must stay for the threshold to be used again."""
 
 TURN_EVERY = 16
-"""Steps from one in which owners keep some because it is their turn to the next."""
+"""Steps between two in which owners keep some elements because it is their turn."""
 
 ROUNDING = 1 - 2.0**-21
-"""Lowers a threshold by what |acc| / scale may lose when it is multiplied back, lest the k-th element miss it."""
+"""Factor that lowers a threshold, because |acc| / scale may lose as much when it is multiplied back."""
 
 
 def num_selected(numel: int, density: float) -> int:
@@ -48,19 +48,19 @@ def num_selected(numel: int, density: float) -> int:
 
 
 def in_band(count: int, k: int) -> bool:
-    """Whether `count` is near enough to `k` to go on with the threshold that gave it."""
+    """Whether `count` is near enough to `k` to use its threshold again."""
     return BAND[0] * k <= count <= BAND[1] * k
 
 
 @dataclass
 class Ranking:
-    """The order of size: |acc|, or |acc| over the scale of its segment.
+    """The score of an element: |acc|, or |acc| over the scale of its segment.
 
-    `bounds` cut the vector into segments (rows of matrices): first 0, last numel. `squares` has a running mean of the
-    squared gradient for each of them, `scale` what follows from it.
+    `bounds` cut the vector into segments (rows of matrices): first 0, last numel. `squares` holds a running mean of the
+    squared gradient for each segment, and `scale` follows from it.
 
-    A scale depends on gradients alone, never on the residual: where an element waits, its residual grows and its scale
-    does not, so that it is sent after a bounded number of steps (docs/learning.md).
+    A scale depends on gradients alone, never on the residual. So the residual of an element that waits grows and its
+    scale does not, and it is sent after a bounded number of steps (docs/learning.md).
     """
 
     bounds: Tensor
@@ -87,17 +87,17 @@ class Ranking:
         return kernels_for(acc).mean_squares(acc, held, self.bounds.numpy())
 
     def rescale_(self, mean_squares: Tensor) -> None:
-        """Make the scales anew, with one more measurement of the gradient, which counts once the step is committed."""
+        """Make the scales anew with one more measurement of the gradient; `commit_` keeps the measurement."""
         self.fresh = running(self.squares, mean_squares)
         self.scale = scales_of(self.fresh, self.bounds.diff())
 
     def commit_(self) -> None:
-        """Keep the measurement: a step that is refused is made again, and measures again."""
+        """Keep the measurement. A step that is refused is made again, and measures again."""
         if self.fresh is not None:
             self.squares, self.fresh = self.fresh, None
 
     def score(self, value: Tensor, index: Tensor) -> Tensor:
-        """Return how large each `value` is, given where it stands: finite for finite values; `index` is sorted."""
+        """Return the score of each `value` at its `index`, which is sorted: finite for finite values."""
         if self.is_magnitude:
             return value.abs()
         counts = torch.searchsorted(index, self.bounds.to(index.device)).diff()
@@ -110,7 +110,7 @@ class Ranking:
         return len(self.scale) == 1
 
     def thresholds(self, threshold: float) -> NDArray[np.float64]:
-        """Return the magnitude that `threshold` means in each segment."""
+        """Return the magnitude that has the score `threshold` in each segment."""
         means: NDArray[np.float64] = (self.scale * threshold * (1 if self.is_magnitude else ROUNDING)).numpy()
         return means
 
@@ -121,7 +121,7 @@ def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
 
 
 def largest(score: Tensor, limit: int, turn: int) -> Tensor:
-    """Return the sorted places of the `limit` largest scores; of those that equal the last one, others every `turn`."""
+    """Return the sorted places of the `limit` largest scores; ties for the last place rotate with `turn`."""
     if len(score) <= limit:
         return torch.arange(len(score), device=score.device)
     least = kth_largest(score, limit)
@@ -132,10 +132,10 @@ def largest(score: Tensor, limit: int, turn: int) -> Tensor:
 
 
 def turns_first_(score: Tensor, share: int, step: int) -> Tensor:
-    """In every `TURN_EVERY`-th step, make the scores of those whose turn it is the largest: half of an owner's share.
+    """In every `TURN_EVERY`-th step, give the largest score to half of an owner's share of elements, in rotation.
 
-    Whatever a rank sends again and again is then delivered after a bounded number of steps, although other sums are
-    larger: where ranks disagree, a sum is small, or zero, and what makes it would hold its slots for ever.
+    A sum is small, or zero, where ranks disagree. Its elements would be sent again and again and never delivered;
+    in rotation they are delivered after a bounded number of steps.
     """
     if step % TURN_EVERY == TURN_EVERY - 1:
         places = torch.arange(len(score), device=score.device)
@@ -144,7 +144,7 @@ def turns_first_(score: Tensor, share: int, step: int) -> Tensor:
 
 
 def in_turn(index: Tensor, limit: int, turn: int) -> Tensor:
-    """Return at most `limit` of `index`, starting elsewhere every `turn`: all have been chosen after a round."""
+    """Return at most `limit` of `index`, starting elsewhere every `turn`: a round of turns chooses all."""
     if len(index) <= limit:
         return index
     start = turn * limit % len(index)
@@ -153,17 +153,16 @@ def in_turn(index: Tensor, limit: int, turn: int) -> Tensor:
 
 
 def kth_largest(score: Tensor, k: int) -> float:
-    """Return the k-th largest score, 0 if there are not so many."""
+    """Return the k-th largest score, 0 if there are fewer."""
     if k > len(score) or k < 1:
         return 0.0
     return kernels_for(score).kth_largest(score, k)
 
 
 def kth_largest_of_all(score: Tensor, k: int, comm: Comm) -> float:
-    """Return the k-th largest of all ranks' float32 scores, 0 if there are not so many, the same on every rank.
+    """Return the k-th largest of all ranks' float32 scores, 0 if there are fewer, the same on every rank.
 
-    A radix select over the bits of the scores, which order non-negative floats: four sums of 256 counts, however many
-    scores there are.
+    A radix select over the bits of the scores, which order non-negative floats: four sums of 256 counts.
     """
     if k < 1:
         return 0.0
@@ -182,7 +181,7 @@ def kth_largest_of_all(score: Tensor, k: int, comm: Comm) -> float:
 def kth_largest_by_sketch(score: Tensor, k: int, comm: Comm) -> float:
     """Return about the k-th largest of all ranks' float32 scores, the same on every rank, from one small message each.
 
-    A rank tells `SKETCH` of its largest 4k/P scores, evenly spaced; each stands for as many as lie around it.
+    A rank sends `SKETCH` of its largest 4k/P scores, evenly spaced; each stands for the scores around it.
     """
     reach = min(len(score), math.ceil(4 * k / comm.size))
     largest = torch.topk(score, reach).values
@@ -217,10 +216,10 @@ def exact_threshold(acc: Tensor, k: int, ranking: Ranking) -> float:
 
 
 def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float:
-    """Return the k-th largest score as a random sample tells it; exactly where the sample would be the whole.
+    """Return the k-th largest score of a random sample; the exact one where the sample would be the whole.
 
-    It is measured on the vector at hand, so that it follows a gradient that grows a hundredfold in one step, and
-    has no loop that could oscillate: the count of what passes is an estimate's, within about 3 % of k.
+    It is measured on the vector at hand, so that it follows a gradient that grows a hundredfold in one step, and no
+    feedback can oscillate. The count that reaches it is within about 3 % of k.
     """
     numel = len(acc)
     size = SAMPLE_HITS * numel // max(k, 1)
@@ -231,7 +230,7 @@ def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float
 
 
 def gaussian_threshold(acc: Tensor, density: float) -> float:
-    """Return the magnitude that a `density` of the elements would pass if they were normally distributed."""
+    """Return the magnitude that a share `density` of the elements would pass if they were normally distributed."""
     if density >= 1 or len(acc) < 2:
         return 0.0
     std, mean = torch.std_mean(acc)

@@ -17,8 +17,8 @@ from oktopk.kernels import kernels_for
 class Sparse:
     """A vector of `numel` elements, zero except at `index`, where it is `value`.
 
-    `index` is int64 and strictly increasing, which is checked here, once, so that nobody has to wonder later:
-    intersecting with an unsorted list is the oldest bug of this field.
+    `index` is int64 and strictly increasing, which is checked here, once: intersecting with an unsorted list is the
+    oldest bug of this field.
 
     >>> Sparse(torch.tensor([1, 3]), torch.tensor([5.0, 7.0]), 4).to_dense()
     tensor([0., 5., 0., 7.])
@@ -54,15 +54,13 @@ class Sparse:
     @staticmethod
     def concat(parts: Sequence[Sparse]) -> Sparse:
         """Return the parts laid one after another: the inverse of `split`."""
-        offsets = [0]
-        for part in parts:
-            offsets.append(offsets[-1] + part.numel)
+        offsets = list(itertools.accumulate((part.numel for part in parts), initial=0))
         index = torch.cat([part.index + offset for part, offset in zip(parts, offsets, strict=False)])
         return Sparse(index, torch.cat([part.value for part in parts]), offsets[-1])
 
     @property
     def nnz(self) -> int:
-        """How many elements are held."""
+        """Number of elements held."""
         return len(self.index)
 
     def to_dense(self) -> Tensor:
@@ -88,16 +86,16 @@ class Sparse:
 
     @staticmethod
     def join(parts: Sequence[Sparse]) -> Sparse:
-        """Return the parts of one vector, which follow each other in it, together: the inverse of `between`."""
+        """Return consecutive parts of one vector as one: the inverse of `between`."""
         index, value = torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts])
         return Sparse(index, value, parts[0].numel)
 
     def __getitem__(self, which: slice | Tensor) -> Sparse:
-        """Return some of the elements held: a slice of them, those at these places, or those where a mask is true."""
+        """Return some of the elements held, by a slice, by their places or by a mask."""
         return Sparse(self.index[which], self.value[which], self.numel)
 
     def shared(self, index: Tensor) -> Tensor:
-        """Return the places, in `index` (sorted), of those that are held here."""
+        """Return the places in `index`, which is sorted, of the elements held here."""
         return kernels_for(index).shared(self.index, index)
 
 

@@ -1,11 +1,11 @@
-"""How pairs travel: one integer message for each block, header first.
+"""The layout of a block of pairs: one int32 message, header first.
 
-    word 0      how many pairs the block holds
-    word 1      how many slots their indices take, where they are packed
+    word 0      the number of pairs
+    word 1      the number of slots of their indices, where these are packed
     word 2, 3   a note: one 62-bit number that rides along (low 31 bits first)
-    then        room for `capacity` indices: int32, or int64 for vectors of 2**31 elements and more; on the narrower
-                wires the gaps between them, packed into 8, 12 or 16 bits each, if that is less (see `packing`)
-    then        room for `capacity` values, as wide as the wire makes them (see `values`)
+    then        capacity for the indices: int32, or int64 for vectors of 2**31 elements and more; on the narrower wires
+                the gaps between them, packed into 8, 12 or 16 bits each, if that is less (see `indices`)
+    then        capacity for the values, as wide as the wire makes them (see `values`)
 
 Indices are never floats, so they are exact at any length. `encode` returns the rounding error of the values with the
 block, and the algorithms give it back to the residual.
@@ -35,27 +35,27 @@ _LOW = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Codec:
-    """Pairs of a vector of `numel` elements as words, and back."""
+    """Encodes pairs of a vector of `numel` elements as words, and decodes them."""
 
     numel: int
     wire: str = "fp32"
 
     @property
     def index_words(self) -> int:
-        """Words an index takes."""
+        """Words of an index."""
         return 1 if self.numel < 1 << 31 else 2
 
     def value_words(self, capacity: int) -> int:
-        """Words that `capacity` values take, padded so that int64 indices of the next block stay aligned."""
+        """Return the words of `capacity` values, padded so that int64 indices of the next block stay aligned."""
         words = num_words(self.wire, capacity)
         return words + (words % 2 if self.index_words == 2 else 0)
 
     def words(self, capacity: int) -> int:
-        """Words a block of `capacity` pairs takes."""
+        """Return the words of a block of `capacity` pairs."""
         return HEADER_WORDS + self._all_index_words(capacity) + self.value_words(capacity)
 
     def _width(self, capacity: int) -> int:
-        """Return the bits of an index's slot; PLAIN where indices are not packed."""
+        """Return the bits of a slot; PLAIN where indices are not packed."""
         return best_width(self.numel, capacity) if self.wire != "fp32" and self.index_words == 1 else PLAIN
 
     def _all_index_words(self, capacity: int) -> int:
@@ -73,11 +73,8 @@ class Codec:
         return block, self.encode_into_(block, part, capacity, note)
 
     def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> Tensor | None:
-        """Write `part` and `note` into `block`; words beyond the count are left as they are.
-
-        Return what that loses of the values; None where nothing is lost.
-        """
-        indices, room = self._fields(block, capacity)
+        """Write `part` and `note` into `block`, and no word beyond them; return the rounding error as `encode` does."""
+        indices, rest = self._fields(block, capacity)
         width, slots = self._width(capacity), 0
         if width == PLAIN:
             (indices.view(torch.int64) if self.index_words == 2 else indices)[: part.nnz] = part.index
@@ -85,7 +82,7 @@ class Codec:
             packed, slots = pack(part.index, width)
             indices.view(torch.uint8)[: len(packed)] = packed
         block[:HEADER_WORDS] = torch.tensor([part.nnz, slots, note & _LOW, note >> 31], dtype=torch.int32)
-        return values.write_(self.wire, room, part.value)
+        return values.write_(self.wire, rest, part.value)
 
     def decode(
         self,
@@ -97,11 +94,11 @@ class Codec:
         between: tuple[int, int] | None = None,
         sums: bool = False,
     ) -> tuple[Sparse, int]:
-        """Return what `encode` was given: the part, its values as `dtype`, and the note.
+        """Return the part that was encoded, its values as `dtype`, and the note.
 
-        A block that cannot be is a `MalformedError`, which names the `source`, before anything of it is used. Its
-        indices must lie in the region `between` two cuts (default: anywhere). Infinite values are refused but among
-        `sums`, which may have overflowed.
+        A malformed block raises a `MalformedError` that names its `source`, before anything of it is used. Indices must
+        lie in the region `between` two cuts (default: anywhere). Infinite values are refused, except among `sums`,
+        which may have overflowed.
         """
         try:
             return self._decode(block, dtype, capacity, between, sums)
@@ -113,7 +110,7 @@ class Codec:
     ) -> tuple[Sparse, int]:
         count, slots, note = self._header(block, capacity)
         capacity = count if capacity is None else capacity
-        indices, room = self._fields(block, capacity)
+        indices, rest = self._fields(block, capacity)
         width = self._width(capacity)
         if width == PLAIN:
             index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
@@ -121,7 +118,7 @@ class Codec:
             index = unpack(indices.view(torch.uint8), slots, width)
         if len(index) != count:
             raise MalformedError(f"the header says {count} pairs, its {slots} slots hold {len(index)} indices")
-        value = values.read(self.wire, room, count, dtype)
+        value = values.read(self.wire, rest, count, dtype)
         squares = float(value.dot(value))  # NaN if a value is; finite only if all are
         if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
             raise MalformedError(f"a value is NaN{'' if sums else ' or infinite'}")
@@ -131,7 +128,7 @@ class Codec:
         return part, note
 
     def _header(self, block: Tensor, capacity: int | None) -> tuple[int, int, int]:
-        """Return the count, the slots and the note of a block, checked against each other and the block's length."""
+        """Return count, slots and note of a block, checked against each other and against its length."""
         if block.dtype != torch.int32 or len(block) < HEADER_WORDS:
             raise MalformedError(f"a block is {HEADER_WORDS} words of int32 or more, not {len(block)} of {block.dtype}")
         count, slots, low, high = block[:HEADER_WORDS].tolist()

@@ -1,8 +1,7 @@
 """Sorted indices in few bits: the gaps between them, each in a slot of `width` bits.
 
-A slot of all ones says: go on by that much, there is no index here. So a gap of any size takes as many slots as it
-needs, and all gaps of a vector of `numel` elements at most numel // marker more than one each: the size of a block is
-known before its indices are, and everything fits.
+A slot of all ones, the marker, adds its value to the next gap, so that a gap of any size fits. All gaps of a vector of
+`numel` elements take at most numel // marker slots more than one each: the size of a block is known in advance.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ WIDTHS = (8, 12, 16)
 WORD_BITS = 32
 
 
-@lru_cache(maxsize=1024)  # asked for several times a block, of few capacities
+@lru_cache(maxsize=1024)  # called several times a block, with few capacities
 def best_width(numel: int, capacity: int) -> int:
-    """Return the width that needs the fewest words for `capacity` indices below `numel`: one of WIDTHS, or PLAIN."""
+    """Return the width, of WIDTHS or PLAIN, that needs the fewest words for `capacity` indices below `numel`."""
     return min((PLAIN, *WIDTHS), key=lambda width: packed_words(numel, capacity, width))
 
 
 def packed_words(numel: int, capacity: int, width: int) -> int:
-    """Return the words that any `capacity` indices below `numel` fit into.
+    """Return the words that hold any `capacity` indices below `numel`.
 
     >>> packed_words(1_000_000, 10_000, 12) * 32 / 10_000  # bits an index
     12.2944
@@ -39,11 +38,11 @@ def packed_words(numel: int, capacity: int, width: int) -> int:
 
 
 def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return the indices (int64, sorted) as bytes, whole words of them, and how many slots they take."""
+    """Return the indices (int64, sorted) as bytes, padded to whole words, and the number of slots."""
     packed, slots = kernels_for(index).pack(index, width)
     return pad(packed, (0, -len(packed) % (WORD_BITS // 8))), slots
 
 
 def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
-    """Return the indices that were packed into so many slots."""
+    """Return the indices that were packed into `num_slots` slots."""
     return kernels_for(packed).unpack(packed, num_slots, width)

@@ -1,8 +1,7 @@
-"""How values travel: as float32, as bfloat16 two in a word, or as int8 four in a word, with a scale for each group.
+"""The values of a block: float32, bfloat16 two in a word, or int8 four in a word with a scale for each group.
 
-A value that is rounded arrives as another one; the difference is the sender's to keep (`rounded` tells what arrives).
-The scale of an int8 group is a power of two, the least that lets 127 steps reach its largest value: so the difference
-is exact, and rounding what is rounded already changes nothing.
+`rounded` tells how values arrive; the sender keeps the difference. The scale of an int8 group is the least power of two
+of which 127 steps reach its largest value: the difference is exact, and rounding twice changes nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from oktopk.errors import MalformedError, one_of
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 GROUP = 256
-"""int8 values that share a scale: one that is far larger than the rest costs only its own group their precision."""
+"""Number of int8 values that share a scale, because a giant then costs only its own group their precision."""
 
 STEPS = 127
 EXPONENTS = (-126, 121)
-"""Of a scale: it is a normal number, and 127 of it are finite."""
+"""Range of a scale's exponent, because it has to be a normal number and 127 of it finite."""
 
 
 def check_wire(wire: str) -> str:
-    """Return `wire`, if there is such a one."""
+    """Return `wire`; raise a `SettingError` if it is none of WIRES."""
     return one_of("wire", wire, WIRES)
 
 
 def num_words(wire: str, count: int) -> int:
-    """Return the words that `count` values take.
+    """Return the words of `count` values.
 
     >>> [num_words(wire, 1000) for wire in WIRES]
     [1000, 500, 254]
@@ -40,7 +39,7 @@ def num_words(wire: str, count: int) -> int:
 
 
 def write_(wire: str, words: Tensor, value: Tensor) -> Tensor | None:
-    """Write the values into `words` (int32), which has room for them or more; return what that loses, if anything."""
+    """Write the values into `words` (int32), which may be longer; return the rounding error, None if exact."""
     if wire != "int8":
         typed = words.view(WIRES[wire])[: len(value)]
         typed.copy_(round_to(value, typed.dtype))
@@ -52,7 +51,7 @@ def write_(wire: str, words: Tensor, value: Tensor) -> Tensor | None:
 
 
 def read(wire: str, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `count` of the values that `write_` wrote; scales that it never writes are refused."""
+    """Return the first `count` values that `write_` wrote; refuse scales that it never writes."""
     if wire != "int8":
         return words.view(WIRES[wire])[:count].to(dtype)
     scale = words.view(torch.float32)[: -(-count // GROUP)]
@@ -74,11 +73,11 @@ def is_exact(wire: str, dtype: torch.dtype) -> bool:
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value` as `dtype`; what would overflow becomes the largest finite number, the rest stays to be sent."""
+    """Return `value` as `dtype`; a value that would overflow becomes the largest finite number."""
     limit = torch.finfo(dtype).max
     if torch.finfo(value.dtype).max <= limit or not value.numel():
         return value.to(dtype)
-    if not value.is_cuda:  # where to ask costs nothing: few values are so large
+    if not value.is_cuda:  # where the question costs no wait: few values are that large
         low, high = value.aminmax()
         if max(-float(low), float(high)) <= limit:
             return value.to(dtype)
@@ -86,7 +85,7 @@ def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _num_groups(words: Tensor) -> int:
-    """Return how many of the words are scales: one for each GROUP values, and for the last ones.
+    """Return how many of the words are scales: one for each GROUP values, rounded up.
 
     >>> [_num_groups(torch.empty(num_words("int8", count))) for count in (0, 1, 256, 257, 1000)]
     [0, 1, 1, 2, 4]
@@ -102,7 +101,7 @@ def _quantise(value: Tensor) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest / STEPS)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(*EXPONENTS)
     scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), math.inf)
-    # What is infinite stays so, and what is NaN becomes so: a sum that overflowed must show.
+    # Infinity stays, and NaN becomes infinity: a sum that overflowed must show.
     steps = torch.nan_to_num(groups / scale[:, None], nan=1.0).round_().clamp_(-STEPS, STEPS)
     return steps.view(-1)[: len(value)].to(torch.int8), scale
 

@@ -13,11 +13,11 @@ from oktopk.kernels import numpy_cpu, reference
 from oktopk.kernels.reference import Ends, Floors
 
 WORTH_COMPILING = 1 << 14
-"""Elements below which numpy is as good, and numba's second of start-up is not worth its while."""
+"""Minimum number of elements for numba, because numpy is as fast below and numba takes a second to start."""
 
 
 class Kernels(Protocol):
-    """What a kernel module offers."""
+    """The functions of a kernel module."""
 
     NAME: str
 
@@ -27,13 +27,16 @@ class Kernels(Protocol):
     def accumulate_above(
         self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
     ) -> tuple[int, Tensor, Tensor]:
-        """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what.
+        """Write held + grad into `out`; return as `accumulate`, and the indices and values where |out| >= the floor.
 
-        Segment s is out[bounds[s]:bounds[s + 1]]; there may be tens of thousands.
+        Segment s is out[bounds[s]:bounds[s + 1]] and has its own floor; there may be tens of thousands.
         """
 
     def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
-        """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
+        """Return the sorted indices where |acc| >= the threshold of its segment.
+
+        A zero is never among them: a threshold below the smallest positive number means that one.
+        """
 
     def mean_squares(self, acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
         """Return the mean of (acc - held)**2 over each segment, in float64 on the CPU, 0 for an empty one."""
@@ -48,19 +51,19 @@ class Kernels(Protocol):
         """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
 
     def shared(self, held: Tensor, index: Tensor) -> Tensor:
-        """Return the places, in `index`, of what `held` has, too; both are sorted."""
+        """Return the places in `index` of the indices that `held` has, too; both are sorted."""
 
     def spread(self, index: Tensor, value: Tensor, out: Tensor) -> None:
         """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
 
     def pack(self, index: Tensor, width: int) -> tuple[Tensor, int]:
-        """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take.
+        """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and the number of slots.
 
-        A slot of all ones, the marker, says: go on by that much, there is no index here.
+        A slot of all ones, the marker, adds its value to the gap of the next slot.
         """
 
     def unpack(self, packed: Tensor, num_slots: int, width: int) -> Tensor:
-        """Return the indices that were packed into so many slots."""
+        """Return the indices that were packed into `num_slots` slots."""
 
 
 def kernels_for(tensor: Tensor) -> Kernels:

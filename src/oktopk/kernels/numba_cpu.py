@@ -1,12 +1,11 @@
-"""The kernels for CPUs, compiled by numba: each reads memory once, and makes nothing that it does not return.
+"""The kernels for CPUs, compiled by numba: each reads memory once and makes no temporary.
 
 At 27.6 M elements on one core `accumulate` takes as long as the addition alone (10 ms), `accumulate_above` 12 ms,
-`at_least` 7, `kth_largest` 25. One thread: the ranks of a machine share its cores already. What was compiled is kept on
-disk for the next process.
+`at_least` 7, `kth_largest` 25. They use one thread, because the ranks of a machine share its cores. Compiled code is
+kept on disk for the next process.
 
-Nothing here is bounds-checked: numba has no checks unless NUMBA_BOUNDSCHECK=1, under which the tests run all of it. So
-the functions that are called from Python check lengths and edges, and beside each index that depends on data stands why
-it is inside.
+Numba checks no bounds unless NUMBA_BOUNDSCHECK=1, under which the tests run all of it. So the functions that are called
+from Python check lengths and edges, and a comment beside each data-dependent index says why it is inside.
 """
 
 from __future__ import annotations
@@ -27,23 +26,19 @@ from oktopk.kernels.reference import Ends, Floors
 
 NAME = "cpu (numba)"
 LINE, CHUNK = 8, 128
-"""Elements that are passed over together where none of them reaches the threshold; elements that are compared first.
-
-A comparison is a byte, so that a line of them is one 64-bit word: zero, for most.
-"""
+"""Elements of a line and of a chunk. A comparison is a byte, so that a line of them is one 64-bit word, mostly zero."""
 
 BYTE_BITS, HALVES = 8, 12  # slots of 12 bits: two of them are three bytes
 STREAM_BYTES = 32  # a vector register's
 BINS_LOG2 = 12
 WINDOW, WORD_BITS = 4096, 64
-"""Elements whose sums are made together: their place in the nearest cache is a page or two."""
+"""Elements whose sums are made together, because they take a page or two of the nearest cache."""
 
 LIKELY = 16
-"""At most one element in so many is expected to reach its threshold; where more do, a second pass makes room."""
+"""Elements for each place that is allocated for candidates, because few reach their threshold; more take two passes."""
 
 
 def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
-    """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
     if grad.dtype != out.dtype or scale != 1 or decay != 1:
         return reference.accumulate(grad, held, out, scale, decay)
     _check_alike(grad, held, out)
@@ -54,7 +49,6 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
 def accumulate_above(
     grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
 ) -> tuple[int, Tensor, Tensor]:
-    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
     if grad.dtype != out.dtype or not (grad.is_contiguous() and held.is_contiguous() and _can_stream(out)):
         return reference.accumulate_above(grad, held, out, bounds, floors)
     _check_alike(grad, held, out)
@@ -71,7 +65,6 @@ def accumulate_above(
 
 
 def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
-    """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
     array, edges = acc.numpy(), _edges(bounds, thresholds, len(acc))
     ordered = _ordered(array, reference.held_by(acc.dtype, thresholds))
     for room in (len(array) // LIKELY, len(array)):
@@ -83,15 +76,10 @@ def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
 
 
 def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
-    """Return the mean of (acc - held)**2 over each segment, in float64, 0 for an empty one; summed in another order."""
     return torch.from_numpy(_mean_squares(acc.numpy(), held.numpy(), np.asarray(bounds, np.int64)))
 
 
 def kth_largest(score: Tensor, k: int) -> float:
-    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score).
-
-    A histogram of their leading bits tells which of them to sort: a few in a hundred.
-    """
     reference.check_k(k, len(score))
     array = score.numpy()
     bits, _, _, infinity = _ordered(array, array.dtype.type(0))
@@ -109,12 +97,10 @@ def kth_largest(score: Tensor, k: int) -> float:
 
 
 def is_increasing(index: Tensor) -> bool:
-    """Whether every index is larger than the one before it."""
     return bool(_is_increasing(index.numpy()))
 
 
 def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
     if [len(i) for i in index] != [len(v) for v in value]:
         raise MalformedError("there must be as many values as indices")
     if len(index) == 1:
@@ -127,13 +113,11 @@ def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 
 def shared(held: Tensor, index: Tensor) -> Tensor:
-    """Return the places, in `index`, of what `held` has, too; both are sorted."""
     places = np.empty(len(index) + 1, np.int64)
     return torch.from_numpy(places[: _shared(held.numpy(), index.numpy(), places)])
 
 
 def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
-    """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
     if out.dtype not in (torch.float32, torch.float64) or not _can_stream(out):
         reference.spread(index, value, out)  # numpy has no bfloat16
         return
@@ -146,7 +130,6 @@ def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
 
 
 def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take."""
     array, marker = index.numpy(), reference.marker_of(width)
     if len(array) and not (array[0] >= 0 and _is_increasing(array)):
         raise reference.not_packable()
@@ -163,7 +146,6 @@ def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
 
 
 def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
-    """Return the indices that were packed into so many slots."""
     reference.check_slots(len(packed), num_slots, width)
     array = packed.numpy()
     if width == HALVES:
@@ -181,7 +163,7 @@ def _check_alike(grad: Tensor, held: Tensor, out: Tensor) -> None:
 
 
 def _edges(bounds: Ends, floors: Floors, numel: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the bounds of the segments as the kernels take them, if they are within a vector of `numel`."""
+    """Return the bounds of the segments as an array, if they are within a vector of `numel`."""
     edges = np.asarray(bounds, np.int64)
     if len(edges) != len(floors) + 1 or edges[0] < 0 or edges[-1] > numel or (edges[1:] < edges[:-1]).any():
         raise MalformedError(f"{len(floors)} segments of {numel} elements need as many bounds and one, none falling")
@@ -189,14 +171,14 @@ def _edges(bounds: Ends, floors: Floors, numel: int) -> np.ndarray[Any, np.dtype
 
 
 def _can_stream(out: Tensor) -> bool:
-    """Whether its elements lie one behind the other, none across the boundary of another: see `_stream`."""
+    """Whether `out` is contiguous and aligned to its elements, as `_stream` needs it."""
     return out.is_contiguous() and out.data_ptr() % out.element_size() == 0
 
 
 def _ordered(array: np.ndarray[Any, Any], floors: Any) -> tuple[Any, ...]:
-    """Return the array and its floors as integers: without their sign bit these are in the order of the magnitudes.
+    """Return array and floors as integers, which without their sign bit are ordered like the magnitudes.
 
-    And that sign bit's complement, and the integer of infinity: only a NaN is above it.
+    Return the mask without the sign bit and the integer of infinity as well: only a NaN is above that one.
     """
     kind = np.dtype(f"u{array.dtype.itemsize}").type
     infinity = array.dtype.type(np.inf)
@@ -204,20 +186,20 @@ def _ordered(array: np.ndarray[Any, Any], floors: Any) -> tuple[Any, ...]:
 
 
 def _lead(array: np.ndarray[Any, Any]) -> int:
-    """Return how many elements are before the first one that a vector register's worth of bytes may be stored at."""
+    """Return the number of elements before the first one that is aligned to a vector register."""
     return -array.ctypes.data % STREAM_BYTES // array.itemsize
 
 
 def _compiled(fn: Callable[..., Any]) -> Any:
     try:
         return njit(nogil=True, cache=True)(fn)
-    except RuntimeError:  # there is nowhere to keep it: then each process compiles it for itself
+    except RuntimeError:  # no writable folder: each process compiles for itself
         return njit(nogil=True)(fn)
 
 
 @_compiled
 def _add(grad: Any, held: Any, out: Any) -> Any:
-    """Add, and return whether all of the sum is finite. All three are of one length: `_check_alike`."""
+    """Add; return whether all of the sum is finite. All three are of one length: `_check_alike`."""
     infinite = False
     for i in range(len(out)):
         x = grad[i] + held[i]
@@ -227,10 +209,10 @@ def _add(grad: Any, held: Any, out: Any) -> Any:
 
 
 def _past_the_cache(_: Any, out: Any, i: Any, source: Any, j: Any) -> Any:  # noqa: ARG001
-    """Store 32 bytes of `source` from element j on at element i of `out`, past the cache, which `out` would only fill.
+    """Store 32 bytes of `source` from element j on at element i of `out`, past the cache.
 
-    A plain store reads the line it writes to first: a quarter of the bytes that a sum of two vectors moves.
-    Not even NUMBA_BOUNDSCHECK=1 checks this one: the caller proves that 32 bytes are there, on both sides, and that
+    A plain store first reads the line it writes to: a quarter of the bytes that a sum of two vectors moves.
+    Not even NUMBA_BOUNDSCHECK=1 checks this store. The caller proves that 32 bytes are there on both sides, and that
     element i of `out` lies at a multiple of 32 bytes, without which the processor faults.
     """
 
@@ -259,7 +241,10 @@ def _add_seeing(
     grad: Any, held: Any, out: Any, sums: Any, bits: Any, lead: Any, edges: Any, floors: Any, magnitude: Any,
     index: Any, value: Any,
 ) -> Any:  # fmt: skip
-    """Add, and note what reaches its segment's floor, or is a NaN; return how many do, or that there was no room."""
+    """Add; write the elements that reach their segment's floor, and NaN, into `index` and `value`; return the count.
+
+    A count of len(index) - LINE or more says that there was no room for all.
+    """
     count = np.uintp(0)
     width = STREAM_BYTES // sums.itemsize
     for segment in range(len(floors)):
@@ -277,10 +262,9 @@ def _add_chunks(
     grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
     index: Any, value: Any, count: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Do so for whole chunks. Each is looked at while it is in the nearest cache, as `sums` and their `bits`.
+    """Do so for the whole chunks of first..last, each while it is in the nearest cache as `sums` and their `bits`.
 
-    All of first..last is inside, whole chunks of it, and if there is one, `first` is aligned; a chunk is a multiple of
-    32 bytes, as long as `sums`: so `_stream` is in its bounds, and aligned.
+    `first` is aligned, and a chunk is as long as `sums`, a multiple of 32 bytes: `_stream` is in bounds and aligned.
     """
     room = np.uintp(len(index) - LINE)
     reaches = np.zeros(CHUNK, np.uint8)
@@ -308,7 +292,7 @@ def _add_few(
     grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
     index: Any, value: Any, count: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Do so for the few elements before the first whole chunk of a segment and behind its last."""
+    """Do so for the elements before the first whole chunk of a segment and behind its last."""
     room = np.uintp(len(index) - LINE)
     for i in range(first, last):
         sums[0] = grad[i] + held[i]
@@ -322,7 +306,7 @@ def _add_few(
 
 @_compiled
 def _at_least(bits: Any, floors: Any, magnitude: Any, infinity: Any, edges: Any, index: Any) -> Any:
-    """Write the places of what reaches its segment's floor into `index`; return how many, or too many."""
+    """Write the places that reach their segment's floor into `index`; return the count, more than the room if short."""
     count, room = np.uintp(0), np.uintp(len(index) - LINE)
     for segment in range(len(floors)):
         low = edges[segment]  # `_edges`: 0 <= low <= high <= len
@@ -335,9 +319,9 @@ def _at_least(bits: Any, floors: Any, magnitude: Any, infinity: Any, edges: Any,
 
 @_compiled
 def _at_least_in(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, count: Any, start: Any) -> Any:
-    """Append the places of what reaches the floor in one segment. `index` has room + LINE places.
+    """Append the places of one segment that reach its floor. `index` has room + LINE places.
 
-    Unsigned counters: for signed ones every access would ask whether it counts from the end.
+    Counters are unsigned, because for signed ones every access would ask whether it counts from the end.
     """
     room = np.uintp(len(index) - LINE)
     reaches = np.zeros(CHUNK, np.uint8)
@@ -403,7 +387,7 @@ def _is_increasing(index: Any) -> Any:
 
 
 def _trailing_zeros(_: Any, word: Any) -> Any:  # noqa: ARG001
-    """Return how many of the lowest bits of a word, which is not zero, are zero: one instruction, no loop."""
+    """Return the number of trailing zeros of a word that is not zero: one instruction, no loop."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -418,8 +402,8 @@ _lowest_bit: Any = intrinsic(_trailing_zeros)
 def _merge(index: Any, value: Any, ends: Any, sums: Any, where: Any, what: Any) -> Any:
     """Write the sum of the vectors that lie one after another, cut at `ends`, into `where` and `what`.
 
-    Window by window: its sums lie in the nearest cache, and a bit for each of them says whether there is one.
-    Each place that is written has at least one pair, and a pair has one place: so `where` is as long as `index`.
+    The sums of a window lie in the nearest cache, with a bit for each that is there. Each place written has at least
+    one pair, so that `where` is as long as `index`.
     """
     at, count = ends[:-1].copy(), np.uintp(0)
     held = np.zeros(WINDOW // WORD_BITS, np.uint64)
@@ -452,7 +436,7 @@ def _merge(index: Any, value: Any, ends: Any, sums: Any, where: Any, what: Any) 
 
 @_compiled
 def _shared(held: Any, index: Any, places: Any) -> Any:
-    """Walk along both, without a branch that depends on which is ahead: it could not be predicted."""
+    """Walk along both without a branch on which is ahead, because it could not be predicted."""
     i, j, count = 0, 0, 0  # count <= i, since it goes up only with i
     while i < len(index) and j < len(held):
         ours, theirs = index[i], held[j]
@@ -465,10 +449,10 @@ def _shared(held: Any, index: Any, places: Any) -> Any:
 
 @_compiled
 def _spread(index: Any, value: Any, out: Any, window: Any, lead: Any) -> None:
-    """Fill `out`, whose first aligned element is number `lead`; the indices are sorted, and all within it.
+    """Fill `out`, whose first aligned element is number `lead`; the indices are sorted and within it.
 
-    Each window is made in the nearest cache, where it is zero but for its pairs, and stored past the others: whole
-    windows from `lead` on, a multiple of 32 bytes each, so that `_stream` is in its bounds, and aligned.
+    Each window is made in the nearest cache and stored past the others. Windows begin at `lead` and are a multiple of
+    32 bytes each, so that `_stream` is in bounds and aligned.
     """
     first = min(lead, len(out))
     last = len(out) - (len(out) - first) % WINDOW
@@ -488,7 +472,7 @@ def _spread(index: Any, value: Any, out: Any, window: Any, lead: Any) -> None:
 
 @_compiled
 def _spread_few(index: Any, value: Any, at: Any, out: Any, first: Any, last: Any) -> Any:
-    """Do so for the few elements before the first whole window and behind the last; return the pair that comes next."""
+    """Do so for the elements before the first whole window and behind the last; return the next pair's place."""
     out[first:last] = 0
     while at < len(index) and index[at] < last:  # and not before `first`, nor 0: they are sorted
         out[index[at]] = value[at]
@@ -498,10 +482,9 @@ def _spread_few(index: Any, value: Any, at: Any, out: Any, first: Any, last: Any
 
 @_compiled
 def _slots_of(index: Any, marker: Any, slots: Any) -> Any:
-    """Write each gap, in as many slots as it needs; return how many there are.
+    """Write each gap in as many slots as it needs; return the number of slots.
 
-    No gap is negative, as `pack` has made sure: so all of them together are the last index, and there is room for one
-    slot each and the last index // marker.
+    `pack` has checked that no gap is negative. Together they are the last index: one slot each and last // marker fit.
     """
     count, last = np.uintp(0), 0
     for i in range(len(index)):
@@ -518,7 +501,7 @@ def _slots_of(index: Any, marker: Any, slots: Any) -> Any:
 
 @_compiled
 def _indices_of(slots: Any, marker: Any, index: Any) -> Any:
-    """Write the index that each slot ends at, over the last one if that was none; return how many there are.
+    """Write the index that each slot ends at, over the place of a marker; return their number.
 
     count <= i, and `index` has a place for each slot.
     """
@@ -542,7 +525,7 @@ def _join(slots: Any, packed: Any) -> None:
 
 @_compiled
 def _split(packed: Any, slots: Any) -> None:
-    """Make two slots of three bytes; the last of them may have but two, and be one: `check_slots`."""
+    """Make two slots of three bytes; the last two bytes may be one slot: `check_slots`."""
     whole = min(len(slots) // 2, len(packed) // 3)
     for pair in range(whole):
         first, middle, last = packed[3 * pair], packed[3 * pair + 1], packed[3 * pair + 2]

@@ -1,9 +1,8 @@
-"""The kernels for CPUs: numpy over pieces that stay in the cache, so that memory is read once.
+"""The kernels for CPUs in numpy, over pieces that stay in the cache, so that memory is read once.
 
-For vectors that are not worth compiling for, and where numba is not installed. At 27.6 M elements on one core
-`at_least` takes 17 ms here and 93 ms in whole-array torch, whose temporaries are as large as the gradient;
-`accumulate` finds NaN and Inf from the sum of each piece while it is at hand. One thread: a second one gains nothing on
-memory-bound loops, and waits for whoever else has its core.
+They serve short vectors, and all vectors where numba is not installed. At 27.6 M elements on one core `at_least` takes
+17 ms here and 93 ms in whole-array torch, whose temporaries are as large as the gradient. They use one thread, because
+a second one gains nothing on memory-bound loops.
 """
 
 import math
@@ -27,7 +26,6 @@ PIECE = 1 << 17  # elements; half a MiB of float32, which leaves room for the sc
 
 
 def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
-    """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
     if grad.dtype != out.dtype or scale != 1 or decay != 1:
         return reference.accumulate(grad, held, out, scale, decay)
     addend, kept, result, suspect = grad.numpy(), held.numpy(), out.numpy(), False
@@ -43,14 +41,12 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
 def accumulate_above(
     grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
 ) -> tuple[int, Tensor, Tensor]:
-    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
     first_bad = accumulate(grad, held, out)
     index = at_least(out, bounds, floors)
     return first_bad, index, out.index_select(0, index)
 
 
 def kth_largest(score: Tensor, k: int) -> float:
-    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
     reference.check_k(k, len(score))
     largest = np.partition(score.numpy(), -k)[-k:]  # half the time of torch.topk; NaN among the largest
     if np.isnan(largest).any():
@@ -59,7 +55,6 @@ def kth_largest(score: Tensor, k: int) -> float:
 
 
 def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
-    """Return the sorted indices where |acc| >= the threshold of its segment, zeros never."""
     array, limits = acc.numpy(), reference.held_by(acc.dtype, thresholds)
     magnitude, mask = np.empty(PIECE, array.dtype), np.empty(PIECE, np.bool_)
     found = [np.empty(0, np.int64)]

@@ -1,4 +1,4 @@
-"""What each kernel means, in plain torch: the oracle of the fast ones, and what runs where none exists."""
+"""Every kernel in plain torch: the oracle of the fast ones, and the kernels of devices that have none."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,10 @@ Ends = Sequence[int] | NDArray[np.int64]
 Floors = Sequence[float] | NDArray[np.float64]
 
 CHUNK = 1 << 17
-"""Elements that a core's own cache holds, with room to spare."""
+"""Elements of a chunk, because a core's own cache holds as many with room to spare."""
 
 
 def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
-    """Write decay * held + scale * grad into `out`; return the index of its first NaN or Inf, or -1."""
     torch.add(held if decay == 1 else held * decay, grad, alpha=scale, out=out)
     return -1 if is_finite(out) else first_nonfinite(out)
 
@@ -28,7 +27,6 @@ def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, deca
 def accumulate_above(
     grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
 ) -> tuple[int, Tensor, Tensor]:
-    """Write held + grad into `out`; return what `accumulate` would, where |out| >= its segment's floor, and what."""
     first_bad = accumulate(grad, held, out)
     index = at_least(out, bounds, floors)
     return first_bad, index, out.index_select(0, index)
@@ -46,9 +44,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def divide_(tensor: Tensor, divisor: float) -> float:
-    """Divide in place; return what no magnitude in it exceeds (but for rounding), infinity if it is not finite.
+    """Divide in place; return an upper bound of the magnitudes (but for rounding), infinity if one is not finite.
 
-    It is asked of each chunk while that is still in the cache.
+    Each chunk is measured while it is still in the cache.
     """
     chunks = (tensor,) if tensor.is_cuda else torch.split(tensor, CHUNK)
     largest = [_at_most(chunk.div_(divisor)) for chunk in chunks]
@@ -56,7 +54,7 @@ def divide_(tensor: Tensor, divisor: float) -> float:
 
 
 def _at_most(tensor: Tensor) -> float:
-    """Return a number that no magnitude exceeds: the norm, or the largest of them where its square overflows."""
+    """Return an upper bound of the magnitudes: the norm, or the largest of them where its square overflows."""
     square = float(tensor.dot(tensor))
     if math.isfinite(square):
         return math.sqrt(square)
@@ -65,11 +63,6 @@ def _at_most(tensor: Tensor) -> float:
 
 
 def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
-    """Return the sorted indices where |acc| >= the threshold of its segment, zeros never.
-
-    Segment s is acc[bounds[s]:bounds[s + 1]]. A threshold below the smallest positive number means that one: a
-    zero has nothing to send.
-    """
     low, high = int(bounds[0]), int(bounds[-1])
     limits = torch.from_numpy(held_by(acc.dtype, thresholds)).to(acc.device)
     lengths = torch.from_numpy(np.diff(bounds)).to(acc.device)
@@ -78,7 +71,6 @@ def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
 
 
 def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
-    """Return the mean of (acc - held)**2 over each segment, in float64 on the CPU, 0 for an empty one."""
     lengths = torch.from_numpy(np.diff(bounds)).to(acc.device)
     span = slice(int(bounds[0]), int(bounds[-1]))
     squares = (acc[span].double() - held[span].double()).square()
@@ -87,7 +79,6 @@ def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
 
 
 def kth_largest(score: Tensor, k: int) -> float:
-    """Return the k-th largest of the scores, which are not negative; 1 <= k <= len(score)."""
     check_k(k, len(score))
     largest = torch.topk(score, k, sorted=False).values
     if bool(largest.isnan().any()):  # which torch counts among the largest
@@ -96,12 +87,10 @@ def kth_largest(score: Tensor, k: int) -> float:
 
 
 def is_increasing(index: Tensor) -> bool:
-    """Whether every index is larger than the one before it."""
     return bool((index[1:] > index[:-1]).all())
 
 
 def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of sparse vectors, added in their order: sorted indices, and their values."""
     union, place = torch.unique(torch.cat(list(index)), return_inverse=True)
     total = value[0].new_full((len(union),), -0.0)  # which changes nothing that is added to it
     for where, part in zip(torch.split(place, [len(i) for i in index]), value, strict=True):
@@ -110,7 +99,6 @@ def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 
 def shared(held: Tensor, index: Tensor) -> Tensor:
-    """Return the places, in `index`, of what `held` has, too; both are sorted."""
     if not len(held):
         return index.new_empty(0)
     place = torch.searchsorted(held, index).clamp_(max=len(held) - 1)
@@ -118,15 +106,10 @@ def shared(held: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
-    """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
     out.zero_().index_copy_(0, index, value)
 
 
 def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and how many slots they take.
-
-    A slot of all ones, the marker, says: go on by that much, there is no index here.
-    """
     slots = _slots(index, marker_of(width))
     if width == 8:
         packed = slots.to(torch.uint8)
@@ -140,7 +123,6 @@ def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
 
 
 def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
-    """Return the indices that were packed into so many slots."""
     check_slots(len(packed), num_slots, width)
     if width == 8:
         slots = packed[:num_slots].long()
@@ -155,24 +137,24 @@ def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
 
 
 def check_k(k: int, count: int) -> None:
-    """Raise unless there is a k-th of so many."""
+    """Raise unless `count` scores have a k-th largest."""
     if not 1 <= k <= count:
         raise MalformedError(f"k must be 1 to {count}, the number of scores, not {k}")
 
 
 def no_score() -> MalformedError:
-    """Return the error of a score that has no place among others."""
+    """Return the error for a NaN among the scores."""
     return MalformedError("a score is NaN, so that there is no k-th largest")
 
 
 def check_slots(num_bytes: int, num_slots: int, width: int) -> None:
-    """Raise unless so many bytes hold so many slots."""
+    """Raise unless `num_bytes` bytes hold `num_slots` slots of `width` bits."""
     if width not in (8, 12, 16) or not 0 <= num_slots <= num_bytes * 8 // width:
         raise MalformedError(f"{num_bytes} bytes do not hold {num_slots} slots of {width} bits")
 
 
 def not_packable() -> MalformedError:
-    """Return the error of indices that have a gap which no slot can say."""
+    """Return the error for indices that are not sorted, repeat or are negative."""
     return MalformedError("indices must be strictly increasing, and none negative, to be packed")
 
 
