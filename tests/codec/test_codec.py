@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oktopk import MalformedError, Sparse
 from oktopk.codec import HEADER_WORDS, Codec
 from oktopk.codec.values import WIRES, round_to
 
+wires = st.sampled_from(list(WIRES))
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -24,24 +25,28 @@ def parts(draw: st.DrawFn) -> Sparse:
     return Sparse(torch.tensor(index, dtype=torch.int64), torch.tensor(value, dtype=torch.float32), numel)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@given(part=parts(), spare=st.integers(0, 3), note=st.integers(0, 2**62 - 1))
+@given(
+    wire=wires, dtype=st.sampled_from([torch.float32, torch.float64]), part=parts(), spare=st.integers(0, 3),
+    note=st.integers(0, 2**62 - 1),
+)  # fmt: skip
+@settings(max_examples=60)
 def test_what_is_encoded_comes_back(wire: str, dtype: torch.dtype, part: Sparse, spare: int, note: int) -> None:
+    """With its rounding error it is the whole, and a block that lies behind another can be read."""
     codec, capacity = Codec(part.numel, wire), part.nnz + spare
     block, error = codec.encode(part, capacity, note)
     assert (block.dtype, len(block)) == (torch.int32, codec.words(capacity))
-    back, said = codec.decode(block, dtype, capacity)
-    assert torch.equal(back.index, part.index)
+    row = torch.cat([block, block])  # int64 indices are read in place: the second has to start at an even word
+    back, said = codec.decode(row[len(block) :], dtype, capacity)
     rounded, same_error = codec.round(part)
+    assert torch.equal(back.index, part.index)
     assert torch.equal(back.value, rounded.value.to(dtype))
+    assert (back.value.dtype, back.numel, said) == (dtype, part.numel, note)
     assert (error is None) == (same_error is None) == (wire == "fp32")
     whole = rounded.value.double()
     if error is not None and same_error is not None:
         assert torch.equal(error, same_error)
         whole += error.double()
     assert torch.equal(whole, part.value.double())
-    assert (back.value.dtype, back.numel, said) == (dtype, part.numel, note)
 
 
 def test_float64_loses_to_float32_and_says_so() -> None:
@@ -49,19 +54,6 @@ def test_float64_loses_to_float32_and_says_so() -> None:
     _, lost = Codec(1, "fp32").encode(part)
     assert lost is not None
     assert float(lost) == 0.1 - float(torch.tensor(0.1))
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("numel", [100, 2**33])
-def test_blocks_in_a_row_stay_aligned(wire: str, numel: int) -> None:
-    """int64 indices are read in place, so that a block behind an odd one must still start at an even word."""
-    codec = Codec(numel, wire)
-    many = [Sparse(torch.arange(count), torch.arange(1.0, count + 1), numel) for count in (1, 3, 0, 2, 5)]
-    row = torch.cat([codec.encode(part)[0] for part in many])
-    for part, block in zip(many, torch.split(row, [codec.words(part.nnz) for part in many]), strict=True):
-        back, _ = codec.decode(block, torch.float32)
-        assert torch.equal(back.index, part.index)
-        assert torch.equal(back.value, part.value)
 
 
 @pytest.mark.parametrize(
@@ -93,28 +85,21 @@ def test_encoding_in_place_writes_only_what_it_must() -> None:
     assert codec.decode(block, torch.float32, 4)[0].value.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_would_overflow_becomes_the_largest_number(dtype: torch.dtype) -> None:
-    largest = torch.finfo(dtype).max
-    rounded = round_to(torch.tensor([3.4e38, -3.4e38, 1.0]), dtype)
-    assert rounded.tolist() == [largest, -largest, 1.0]
-    assert round_to(torch.tensor([1e300], dtype=torch.float64), torch.float32).tolist() == [
-        torch.finfo(torch.float32).max
-    ]
+def test_what_would_overflow_becomes_the_largest_number() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        largest = torch.finfo(dtype).max
+        assert round_to(torch.tensor([3.4e38, -3.4e38, 1.0]), dtype).tolist() == [largest, -largest, 1.0]
+    huge = torch.tensor([1e300], dtype=torch.float64)
+    assert round_to(huge, torch.float32).tolist() == [torch.finfo(torch.float32).max]
 
 
 @pytest.mark.parametrize("numel", [1_000_000, 27_569_568, 500_000_000])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_pair_of_the_bf16_wire_takes_at_most_four_bytes_at_one_percent(numel: int, size: int) -> None:
-    capacity = numel // 100 * 5 // 4 // size
-    assert 4 * (Codec(numel, "bf16").words(capacity) - HEADER_WORDS) / capacity <= 4
-
-
-@pytest.mark.parametrize("numel", [1_000_000, 27_569_568, 500_000_000])
-def test_a_pair_of_the_int8_wire_takes_a_byte_less(numel: int) -> None:
-    capacity = numel // 100 * 5 // 4 // 4
-    bf16, int8 = (4 * Codec(numel, wire).words(capacity) / capacity for wire in ("bf16", "int8"))
-    assert 0.97 < bf16 - int8 < 1
+def test_a_pair_takes_at_most_four_bytes_at_one_percent_and_one_less_as_int8(numel: int) -> None:
+    for size in (2, 4, 8):
+        capacity = numel // 100 * 5 // 4 // size
+        bf16, int8 = (4 * (Codec(numel, wire).words(capacity) - HEADER_WORDS) / capacity for wire in ("bf16", "int8"))
+        assert bf16 <= 4
+        assert 0.97 < bf16 - int8 < 1
 
 
 # ---- blocks that cannot be
@@ -164,31 +149,26 @@ def test_a_block_that_cannot_be_is_refused(kind: tuple[str, int], word: int, wri
 
 
 @pytest.mark.parametrize("kind", [PACKED, PLAIN])
-def test_a_block_of_another_length_is_refused(kind: tuple[str, int]) -> None:
+def test_a_block_of_another_length_or_region_is_refused(kind: tuple[str, int]) -> None:
     codec, block = block_of(*kind)
     for other in (block[:3], block[:-1], torch.cat([block, block[:1]]), block.long()):
         with pytest.raises(MalformedError, match="a block"):
             codec.decode(other, torch.float32, 700)
     with pytest.raises(MalformedError, match="a block of 600 pairs has"):
         codec.decode(block, torch.float32)  # just enough room for as many as it says
-
-
-def test_a_region_refuses_indices_of_another() -> None:
-    codec, block = block_of(*PLAIN)
     with pytest.raises(MalformedError, match=r"indices 0\.\.9584 leave 5\.\.9999"):
         codec.decode(block, torch.float32, 700, between=(5, 10_000))
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_sum_that_overflowed_still_arrives(wire: str) -> None:
-    part = Sparse(torch.arange(3), torch.tensor([1.0, math.inf, -math.inf]), 10)
+    part = Sparse(torch.arange(4), torch.tensor([1.0, math.inf, -math.inf, 2.0]), 10)
     block, _ = Codec(10, wire).encode(part)
-    value = Codec(10, wire).decode(block, torch.float32, sums=True)[0].value
-    assert value.isinf()[1:].all()
+    assert Codec(10, wire).decode(block, torch.float32, sums=True)[0].value[1:3].isinf().all()
 
 
-@pytest.mark.parametrize("wire", WIRES)
 @given(
+    wire=wires,
     numel=st.sampled_from([1, 40, 70_000, 2**31 - 1, 2**31, 2**40]),
     capacity=st.integers(0, 300),
     header=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 400), min_size=4, max_size=4),
