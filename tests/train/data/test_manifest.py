@@ -59,7 +59,7 @@ def test_the_shortest_recording_that_ctc_can_align(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_reading_names_the_first_file_with_a_fault(tmp_path: Path, fault: str) -> None:
+def test_reading_names_the_first_file_that_will_not_do(tmp_path: Path, fault: str) -> None:
     manifest, named = manifest_of(tmp_path, [0.5]), spoilt(tmp_path, fault)
     with manifest.open("a") as file:
         file.write(f"{named.stem}.wav,{named.stem}.txt\nnot-there.wav,not-there.txt\n")
