@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from benchmarks.step import make_net
-from oktopk.bench.processes import run_processes, spread, threads_for
+from oktopk.bench.machine import threads_for
+from oktopk.bench.processes import run_processes, spread
 
 WARM_UP = 3
 NO_CLIP = 1e30

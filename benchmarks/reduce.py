@@ -8,9 +8,9 @@ slowest one's time counts, with the split of that rank: waiting for a peer is in
 lap stands apart: it makes buffers, compares settings and, in paper mode, takes the exact thresholds that the others
 reuse.
 
-Selection: what a step does before it sends (accumulate, select, pack) on one core, against a triad over the same arrays
-(`torch.add(grad, residual, alpha=2, out=acc)`: what reading two vectors and writing one takes) and against
-`torch.topk(acc.abs(), k)`.
+Selection: the work of a step before it sends (accumulate, select, pack) on one core, against a triad over arrays
+of that size (`torch.add(grad, residual, alpha=2, out=acc)`, which reads two vectors and writes one) and against
+`torch.topk(grad.abs(), k)`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from oktopk import MeteredComm, OkTopk, OkTopkPaper, ProcessGroupComm, Reducer, Traffic, run_local
 from oktopk.bench.gradients import POOL, heavy_tailed, make_pool
-from oktopk.bench.processes import num_cores, run_processes, spread, threads_for
-from oktopk.bench.threads import torch_threads
+from oktopk.bench.machine import num_cores, threads_for, torch_threads
+from oktopk.bench.processes import run_processes, spread
 from oktopk.comm import Comm
 from oktopk.selection import num_selected
 
@@ -83,18 +83,20 @@ def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
 
 def _selection_laps(comm: Comm, numel: int, density: float, rounds: int) -> list[dict[str, float]]:
     reducer, out = Reducer(OkTopk(density=density, wire="fp32", ranking="magnitude"), comm), torch.zeros(numel)
-    pool = [heavy_tailed(numel, seed=i) for i in range(POOL)]
+    pool, held, spare = (
+        [heavy_tailed(numel, seed=i) for i in range(POOL)],
+        heavy_tailed(numel, POOL),
+        torch.zeros(numel),
+    )
     laps = []
     for turn in range(WARM_UP + rounds):
         grad = pool[turn % POOL]
         reducer.all_reduce(grad, out=out)
         assert reducer.last is not None
-        assert reducer._residual is not None
-        held, spare = reducer._residual.held, reducer._residual.acc  # the step is over: acc is anybody's
         lap = {part: reducer.last.seconds[part] for part in PARTS}
         lap["selected"] = reducer.last.selected
-        lap["triad"] = _seconds(lambda grad=grad, held=held, out=spare: torch.add(grad, held, alpha=2.0, out=out))
-        lap["topk"] = _seconds(lambda held=held: torch.topk(held.abs(), num_selected(numel, density)))
+        lap["triad"] = _seconds(lambda grad=grad: torch.add(grad, held, alpha=2.0, out=spare))
+        lap["topk"] = _seconds(lambda grad=grad: torch.topk(grad.abs(), num_selected(numel, density)))
         laps.append(lap)
     return laps[WARM_UP:]
 

@@ -31,8 +31,8 @@ from torch import Tensor
 import oktopk
 from oktopk.algorithms.bounded import room
 from oktopk.bench.gradients import heavy_tailed
-from oktopk.bench.processes import num_cores, spread
-from oktopk.bench.threads import torch_threads
+from oktopk.bench.machine import num_cores, torch_threads
+from oktopk.bench.processes import spread
 from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.reference import HEADER_WORDS, Found, room_for
 from oktopk.feedback import Residual

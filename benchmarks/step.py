@@ -26,7 +26,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.bench.processes import run_processes, spread, threads_for
+from oktopk.bench.machine import threads_for
+from oktopk.bench.processes import run_processes, spread
 
 WARM_UP = 4
 MOST_DENSE_OVER_PLAIN = 1.05

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from oktopk import Algorithm, Comm, Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, TopkA, TopkDSA, run_local
-from oktopk.bench.threads import torch_threads
+from oktopk.bench.machine import torch_threads
 from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
 from oktopk.selection import num_selected

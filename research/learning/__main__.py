@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from oktopk.bench.provenance import provenance
+from oktopk.bench.machine import provenance
 from oktopk.train.config import parse_pairs
 from research.learning import plots, tables
 from research.learning.classification import fashion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -58,17 +59,19 @@ class Reducer:
         self._agreed = False
         self._group: ParamGroup | None = None
         self._steps = Steps((), self._comm)
-        self._log = StepLog(self._note, self.on_nonfinite == "raise", READBACK_DELAY)
-        self._latest: tuple[MadeStep, StepStats | None] | None = None  # without a record yet
+        self._latest: deque[tuple[MadeStep, Sequence[StepStats | None]]] = deque(maxlen=1)  # without a record yet
+        # A method of self would make a cycle, and a process group that is collected late aborts the process.
+        latest = self._latest
+        self._log = StepLog(lambda *step: latest.append(step), self.on_nonfinite == "raise", READBACK_DELAY)
         self._last: StepRecord | None = None
 
     @property
     def last(self) -> StepRecord | None:
         """The record of the latest step; on the device path, asking for it waits for that step."""
         self._log.drain()
-        if self._latest is not None:
-            (made, stats), self._latest = self._latest, None
-            self._last = self._record(made, stats)
+        if self._latest:
+            made, stats = self._latest.pop()
+            self._last = self._record(made, stats[0])
         return self._last
 
     @property
@@ -118,7 +121,8 @@ class Reducer:
                     f"the residual is kept, the algorithm starts anew\n"
                 )
         self._use(group)
-        self._step, self._agreed, self._latest = saved["step"], False, None
+        self._step, self._agreed = saved["step"], False
+        self._latest.clear()
 
     def _all_reduce(self, grad: Tensor, out: Tensor | None) -> Tensor:
         _check_usable(grad, out)
@@ -186,9 +190,6 @@ class Reducer:
         self._log.drain()
         self._log.clear()
         self._group, self._steps = group, Steps([] if group is None else [group], self._comm)
-
-    def _note(self, made: MadeStep, stats: Sequence[StepStats | None]) -> None:
-        self._latest = made, stats[0]
 
     def _record(self, made: MadeStep, stats: StepStats | None) -> StepRecord:
         """Return the record of a step; one that delivers every element is a dense one."""

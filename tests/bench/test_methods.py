@@ -110,7 +110,7 @@ globals().update({f"make_{name}": factory for name, factory in FACTORIES.items()
         (f"{__name__}:missing", "has no attribute 'missing'"),
         (f"{__name__}:make_constant", "of type int, which cannot be called"),
         (f"{__name__}:make_two", r"returned \(Linear, function\); a factory takes no arguments"),
-        (f"{__name__}:make_net", "returned something of type Linear; a factory"),
+        (f"{__name__}:make_net", "returned a value of type Linear; a factory"),
         (f"{__name__}:make_order", r"returned \(function, Linear, NoneType\)"),
         (f"{__name__}:make_vector", r"is a tensor of shape \[2, 2\], not a scalar"),
         (f"{__name__}:make_cut", "not a scalar tensor to call backward"),

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -16,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import netlab as commands
 from oktopk.bench import netlab
 from oktopk.bench.netlab import Lab, LabError, sent_bytes
 from oktopk.bench.processes import run_processes
-from oktopk.bench.switch import what_is_left
 from oktopk.errors import PeerError, SettingError
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +130,7 @@ for _ in range(30):
 def ask(question: str, capfd: pytest.CaptureFixture[str], **settings: float) -> float:
     """Return what rank 0 prints, with rank 1 sending back what it gets."""
     with Lab(2, **settings) as lab:
-        lab.run([sys.executable, "-c", ECHO + question + END], timeout_s=SECONDS)
+        commands.run(lab, [sys.executable, "-c", ECHO + question + END], timeout_s=SECONDS)
     return float(capfd.readouterr().out)
 
 
@@ -163,46 +162,6 @@ def test_losses_are_made_good() -> None:
     assert all(rank["again"] > 20 for rank in ranks)  # each sends 8 MB or more, 5525 packets: 55 are lost
 
 
-def large_frame(num_packets: int, packet_bytes: int) -> bytes:
-    """Return what the kernel hands to a network card: TCP's payload for some packets, the last half full."""
-    payload = os.urandom(num_packets * packet_bytes - packet_bytes // 2)
-    notes = struct.pack("=BBHHHH", 1, 1, 66, packet_bytes, 34, 16)
-    ethernet = bytes(12) + b"\x08\x00"
-    ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 52 + len(payload), 0xFFFE, 0, 64, 6, 0, b"\x0a\x4d\0\1", b"\x0a\x4d\0\2")
-    tcp = struct.pack("!HHIIBBHHH", 5000, 5001, (1 << 32) - 50, 7, 8 << 4, 0x98, 500, 0, 0) + bytes(12)
-    frame = bytearray(notes + ethernet + ip + tcp + payload)
-    struct.pack_into("!H", frame, 60, pseudo_header_sum(frame))
-    return bytes(frame)
-
-
-def sum_of_words(data: bytes) -> int:
-    return sum(struct.unpack(f"!{len(data) // 2}H", data)) % 0xFFFF
-
-
-def pseudo_header_sum(frame: bytes) -> int:
-    return (sum_of_words(frame[36:44]) + 6 + len(frame) - 44) % 0xFFFF
-
-
-def test_what_is_left_of_a_frame_is_what_a_network_card_would_have_sent() -> None:
-    frame = large_frame(6, 100)
-    fate = iter([False, False, True, False, True, False])
-    left = dict(zip([0, 1, 3, 5], what_is_left(frame, lambda: next(fate)), strict=True))
-    for index, packet in left.items():
-        assert packet[76:] == frame[76:][100 * index : 100 * (index + 1)]
-        assert packet[:10] == struct.pack("=BBHHHH", 1, 0, 0, 0, 34, 16)
-        assert struct.unpack_from("!H", packet, 26)[0] == len(packet) - 24
-        assert struct.unpack_from("!H", packet, 28)[0] == (0xFFFE + index) % (1 << 16)
-        assert sum_of_words(packet[24:44]) == 0
-        assert struct.unpack_from("!I", packet, 48)[0] == (100 * index - 50) % (1 << 32)
-        assert packet[57] == {0: 0x90, 5: 0x18}.get(index, 0x10)  # CWR on the first, PSH on the last
-        assert struct.unpack_from("!H", packet, 60)[0] == pseudo_header_sum(packet)
-
-
-def test_a_frame_that_loses_nothing_goes_on_whole() -> None:
-    frame = large_frame(6, 100)
-    assert what_is_left(frame, lambda: False) == [frame]
-
-
 def end_the_switch() -> None:
     if dist.get_rank() == 0:
         os.kill(pids_of(f"oklab{os.getppid()}-switch")[0], signal.SIGKILL)
@@ -228,7 +187,7 @@ def test_a_switch_that_ends_ends_all_with_its_words(monkeypatch: pytest.MonkeyPa
     switch.write_text("import sys, time\nprint('ready', flush=True)\ntime.sleep(1)\nsys.exit('no more current')")
     monkeypatch.setattr(netlab, "SWITCH", switch)
     with Lab(2, delay_ms=1) as lab, pytest.raises(LabError, match="ended with 1\nno more current"):
-        lab.run(["sleep", "300"])
+        commands.run(lab, ["sleep", "300"])
 
 
 @needs_a_lab
@@ -330,13 +289,13 @@ def test_without_root_it_says_what_it_needs(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(netlab.shutil, "which", lambda tool: f"/sbin/{tool}")
-    assert netlab.main(["--", "true"]) == 1
+    assert commands.main(["--", "true"]) == 1
     assert "only root" in capsys.readouterr().err
 
 
 def test_without_its_tools_it_names_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(netlab.shutil, "which", lambda _: None)
-    assert netlab.main(["--", "true"]) == 1
+    assert commands.main(["--", "true"]) == 1
     assert "install iproute2" in capsys.readouterr().err
 
 
@@ -351,7 +310,7 @@ def test_a_setting_that_cannot_be_is_refused(setting: str, value: float) -> None
 
 @pytest.mark.parametrize("option", ["--delay-ms=-1", "--loss=1.5"])
 def test_so_is_an_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert netlab.main([option, "--", "true"]) == 1
+    assert commands.main([option, "--", "true"]) == 1
     assert capsys.readouterr().err.startswith(f"benchmarks.netlab: {option[2:6]}")
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from oktopk.bench import report
 from oktopk.bench.breakeven import verdicts_of
+from oktopk.bench.machine import provenance
 from oktopk.bench.plot import plots_of
-from oktopk.bench.provenance import provenance
 
 ROWS = (("dense", None), ("bf16", None), ("oktopk", 0.01), ("oktopk", 0.05))
 
@@ -26,7 +26,7 @@ def row(method: str, density: float | None, seconds: float) -> dict[str, Any]:
         "method": method,
         "density": density,
         "seconds": {"median": seconds, "min": 0.9 * seconds, "max": 1.1 * seconds},
-        "laps_s": [seconds],
+        "rounds_s": [seconds],
         "sent_bytes": None,
         "record_bytes": 8000.0,
         "parts_s": {"forward": 0.1, "backward": 0.2, "wait": 0.05, "select": 0.01},
@@ -91,12 +91,11 @@ def test_what_was_varied_is_plotted(written: tuple[Path, dict[str, Any]]) -> Non
 def test_curves_have_a_point_for_each_setting() -> None:
     links, *_, densities = plots_of(result_of("exchange"))
     assert links.labels == ["100 Mbit/s", "unlimited link"]
-    assert [curve.name for curve in links.curves] == ["dense", "bf16", "oktopk 0.01", "oktopk 0.05"]
-    assert links.curves[0].ms == pytest.approx([200.0, 200.0])
-    level, _, sparse = densities.curves
-    assert level.ms == pytest.approx([400.0, 400.0])
-    assert (sparse.name, sparse.places) == ("oktopk", [0.01, 0.05])
-    assert sparse.ms == pytest.approx([1200.0, 1600.0])
+    assert list(links.curves) == ["dense", "bf16", "oktopk 0.01", "oktopk 0.05"]
+    assert links.curves["dense"] == pytest.approx([200.0, 200.0])
+    assert (list(densities.curves), densities.places) == (["dense", "bf16", "oktopk"], [0.01, 0.05])
+    assert densities.curves["dense"] == pytest.approx([400.0, 400.0])
+    assert densities.curves["oktopk"] == pytest.approx([1200.0, 1600.0])
 
 
 def test_nothing_is_plotted_that_was_not_varied() -> None:

@@ -31,7 +31,7 @@ def test_a_lap_is_its_slowest_ranks_and_ratios_are_taken_lap_by_lap() -> None:
     quick = [laps_of(entry.method, sent=20) for entry in ENTRIES]
     slow = [laps_of(entry.method, slower=1.0, sent=30) for entry in ENTRIES]
     dense, bf16, oktopk = rows_of(ENTRIES, [quick, slow])
-    assert dense["laps_s"] == [9.0, 7.0, 10.0]
+    assert dense["rounds_s"] == [9.0, 7.0, 10.0]
     assert dense["warm_up_s"] == [101.0] * WARM_UP
     assert oktopk["seconds"] == {"median": 3.0, "min": 2.0, "max": 4.0}
     assert oktopk["x_dense"] == {"median": 3.0, "min": 2.5, "max": 3.5}  # 9/3, 7/2, 10/4: not 9/3 of the medians

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.netlab import run
 from oktopk.bench.netlab import Lab, LabError, check_possible
 from oktopk.report.report import make_report
 from oktopk.telemetry.run import load_run
@@ -63,7 +64,7 @@ def test_bytes_by_rank_are_those_of_the_kernels_counters(tmp_path: Path) -> None
     make_speech(tmp_path / "corpus", 48, val_utterances=6, grammar="commands", jobs=1)
     (tmp_path / "driver.py").write_text(TRAIN)
     with Lab(RANKS) as lab:
-        lab.run([sys.executable, str(tmp_path / "driver.py"), str(tmp_path), *_command(tmp_path)], timeout_s=300)
+        run(lab, [sys.executable, str(tmp_path / "driver.py"), str(tmp_path), *_command(tmp_path)], timeout_s=300)
     report = make_report([load_run(tmp_path / "run")]).runs[0]
     assert report.run.num_steps == 24
     names = [column.name for column in report.table("ranks").columns]

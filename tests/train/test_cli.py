@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import oktopk
-from oktopk.cli.root import COMMANDS, app
+from oktopk.cli.root import app, load
 from oktopk.train import cli
 from oktopk.train.config import Config
 from oktopk.train.rundir import RunDir, RunError
@@ -193,7 +193,7 @@ def test_a_job_script_starts_our_command_with_flags_that_exist(
     assert done.stdout.startswith(begins)
     assert done.stdout.endswith(ends)
     flags = set(re.findall(r"--[a-z][a-z-]*", done.stdout.partition("oktopk train")[2]))
-    known = {flag for each in COMMANDS["train"]().params for flag in each.opts}
+    known = {flag for each in load("train").params for flag in each.opts}
     assert len(flags) > 5
     assert flags <= known
     done = run()

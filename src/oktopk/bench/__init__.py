@@ -1,1 +1,1 @@
-"""The proving ground: networks as slow as you like in one machine, and what each method of exchange costs on them."""
+"""Benchmarks of the methods of exchange, on networks of any speed inside one machine."""

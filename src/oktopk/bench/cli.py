@@ -1,9 +1,9 @@
-"""`oktopk bench`: what each method of exchange costs, on networks as slow as you like."""
+"""`oktopk bench`: the cost of each method of exchange, on networks of any speed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,49 +13,44 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from oktopk.bench import report
+from oktopk.bench import report, tables
 from oktopk.bench.breakeven import sentences_of, verdicts_of
 from oktopk.bench.exchange import time_exchange
 from oktopk.bench.forecast import error_percent
-from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, entries_of, parse_methods
+from oktopk.bench.machine import provenance
+from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, Entry, entries_of, parse_methods
 from oktopk.bench.models import check_model
-from oktopk.bench.provenance import provenance
 from oktopk.bench.settings import Setting, make_settings
 from oktopk.bench.step import BOUND, time_step
 from oktopk.bench.suite import bar, measure, probe
-from oktopk.bench.tables import probe_table, split_of, table_of
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import SettingError, within
 
 LSTM_NUMEL = 27_569_568
-"""The parameters of the paper's speech recogniser."""
+"""Number of parameters of the paper's speech recogniser."""
 
 PLAIN_WIDTH = 120
-"""Of what is printed where there is no terminal."""
+"""Columns of the output if it is no terminal."""
 
 app = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    help="Measure what each method of exchange costs, side by side, on networks as slow as you like.\n\n"
-    "Each rank is a host of its own, inside this machine, with links of the speed you name: that needs Linux and root. "
+    rich_markup_mode="rich",
+    help="Measure the cost of each method of exchange, side by side, on networks of any speed.\n\n"
+    "Each rank is a host of its own inside this machine, with links of the speed you name: that needs Linux and root. "
     "Without, everything goes over the loopback.",
 )
 
 Ranks = Annotated[str, typer.Option(help="Ranks, each a host of its own: a number, or several: 2,4.")]
-Mbit = Annotated[
-    str | None,
-    typer.Option(help="Mbit/s of each link, each way: a number, or several: 100,1000. 0: unlimited. Without it: 1000."),
-]
-Delay = Annotated[float, typer.Option("--delay-ms", help="How long a packet takes from host to host, one way.")]
+Mbit = Annotated[str, typer.Option(help="Mbit/s of each link, each way: a number, or several. 0: unlimited.")]
+Delay = Annotated[float, typer.Option("--delay-ms", help="Milliseconds of a packet from host to host, one way.")]
 Loss = Annotated[float, typer.Option(help="The share of packets that get lost: 0.001 is 0.1 %.")]
 Density = Annotated[str, typer.Option(help="The part of the gradient that a sparse method sends: 0.01 or 0.01,0.02.")]
 Methods = Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; or groups: {', '.join(GROUPS)}.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Laps of each method that count.")]
-Seconds = Annotated[float, typer.Option(min=0, help="In each setting no further round is begun after so many seconds.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count.")]
 Out = Annotated[Path | None, typer.Option(help="Leave JSON, CSV, plots and a page (index.html) in this folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object, and nothing else.")]
 Numel = Annotated[int, typer.Option(min=1, help="Elements of the gradient.")]
+Work = Callable[[Setting, list[Entry], Progress], dict[str, Any]]
 
 
 @app.command()
@@ -63,35 +58,32 @@ def exchange(
     numel: Numel = LSTM_NUMEL,
     density: Density = "0.01",
     ranks: Ranks = "4",
-    mbit: Mbit = None,
+    mbit: Mbit = "",
     delay_ms: Delay = 0.0,
     loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
-    seconds: Seconds = 300.0,
     out: Out = None,
     json_: Json = False,
 ) -> None:
     """Time one exchange of a flat gradient, by each method in turn.
 
-    Before, the same network is probed, and what the probe predicts stands beside what was measured.
+    A probe of the same network comes first. Its prediction stands beside each measurement.
 
     Example: sudo oktopk bench exchange --ranks 4 --mbit 100,1000,0 --out results
     """
+
+    def work(setting: Setting, entries: list[Entry], progress: Progress) -> dict[str, Any]:
+        forecast = probe(numel, entries, setting, progress)
+        measured = measure(time_exchange, (numel,), entries, setting, rounds, progress)
+        for entry, row in zip(entries, measured["rows"], strict=True):
+            row["predicted_s"] = forecast.seconds(entry, numel, setting.ranks)
+            row["error_percent"] = error_percent(row["predicted_s"], row["seconds"]["median"])
+        return {**measured, "probe": forecast.to_json()}
+
     with exit_on_error():
-        densities = _densities(density)
-        entries = entries_of(parse_methods(methods), densities)
-        settings, notes = _settings(ranks, mbit, delay_ms, loss)
-
-        def work(setting: Setting, progress: Progress) -> dict[str, Any]:
-            forecast = probe(numel, entries, setting, progress)
-            measured = measure(time_exchange, (numel,), entries, setting, rounds, seconds, progress)
-            for entry, row in zip(entries, measured["rows"], strict=True):
-                row["predicted_s"] = forecast.seconds(entry, numel, setting.ranks)
-                row["error_percent"] = error_percent(row["predicted_s"], row["seconds"]["median"])
-            return {**measured, "probe": forecast.to_json()}
-
-        _run({"bench": "exchange", "numel": numel, "densities": densities}, settings, notes, work, out, json_)
+        network = _network(ranks, mbit, delay_ms, loss)
+        _run({"bench": "exchange", "numel": numel}, density, methods, network, work, out, json_)
 
 
 @app.command()
@@ -102,18 +94,17 @@ def step(
     batch: Annotated[int, typer.Option(min=1, help="Examples of each rank.")] = 2,
     density: Density = "0.01",
     ranks: Ranks = "4",
-    mbit: Mbit = None,
+    mbit: Mbit = "",
     delay_ms: Delay = 0.0,
     loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
-    seconds: Seconds = 300.0,
     out: Out = None,
     json_: Json = False,
 ) -> None:
     """Time a whole DDP step of a model, forward, backward and exchange, by each method in turn.
 
-    The row "no exchange" is the same step under no_sync(): what no method can beat.
+    The row "no exchange" is the same step under no_sync(), which no method can beat.
 
     A model of yours is module:factory. The factory takes no arguments and returns (net, batch, loss): an nn.Module,
     batch(size, seed) -> (inputs, targets), and loss(net(*inputs), targets) -> scalar tensor. Inputs: a tensor, or a
@@ -121,17 +112,14 @@ def step(
 
     Example: sudo oktopk bench step --model wide --mbit 1000 --methods default,powersgd-1 --out results
     """
+
+    def work(setting: Setting, entries: list[Entry], progress: Progress) -> dict[str, Any]:
+        return measure(time_step, (model, batch), [BOUND, *entries], setting, rounds, progress)
+
     with exit_on_error():
-        densities = _densities(density)
-        entries = [BOUND, *entries_of(parse_methods(methods), densities)]
-        settings, notes = _settings(ranks, mbit, delay_ms, loss)
-        numel = check_model(model, batch)
-
-        def work(setting: Setting, progress: Progress) -> dict[str, Any]:
-            return measure(time_step, (model, batch), entries, setting, rounds, seconds, progress)
-
-        about = {"bench": "step", "model": model, "batch": batch, "numel": numel, "densities": densities}
-        _run(about, settings, notes, work, out, json_)
+        network = _network(ranks, mbit, delay_ms, loss)
+        about = {"bench": "step", "model": model, "batch": batch, "numel": check_model(model, batch)}
+        _run(about, density, methods, network, work, out, json_)
 
 
 @app.command("probe")
@@ -139,44 +127,46 @@ def probe_command(
     numel: Numel = LSTM_NUMEL,
     density: Density = "0.01",
     ranks: Ranks = "4",
-    mbit: Mbit = None,
+    mbit: Mbit = "",
     delay_ms: Delay = 0.0,
     loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     json_: Json = False,
 ) -> None:
-    """Measure what a call, a word and the computing take here: what an exchange is predicted from.
+    """Measure the seconds of a call, of a word and of the computing, from which an exchange is predicted.
 
     Example: sudo oktopk bench probe --ranks 4 --mbit 100
     """
+
+    def work(setting: Setting, entries: list[Entry], progress: Progress) -> dict[str, Any]:
+        return {**asdict(setting), "probe": probe(numel, entries, setting, progress).to_json()}
+
     with exit_on_error():
-        densities = _densities(density)
-        entries = entries_of(parse_methods(methods), densities)
-        settings, notes = _settings(ranks, mbit, delay_ms, loss)
-
-        def work(setting: Setting, progress: Progress) -> dict[str, Any]:
-            return {**asdict(setting), "probe": probe(numel, entries, setting, progress).to_json()}
-
-        _run({"bench": "probe", "numel": numel, "densities": densities}, settings, notes, work, None, json_)
+        network = _network(ranks, mbit, delay_ms, loss)
+        _run({"bench": "probe", "numel": numel}, density, methods, network, work, None, json_)
 
 
 def _run(
     about: dict[str, Any],
-    settings: Sequence[Setting],
-    notes: Sequence[str],
-    work: Callable[[Setting, Progress], dict[str, Any]],
+    density: str,
+    methods: str,
+    network: tuple[list[Setting], list[str]],
+    work: Work,
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Do the work in every setting, and show or keep what it comes to."""
+    """Do the work in every setting, and show or write its results."""
+    densities = _numbers("density", density, 0, 1, open_low=True)
+    entries = entries_of(parse_methods(methods), densities)
+    settings, notes = network
     if out is not None:
         report.check_possible(out)
-    result = {**about, **provenance(), "notes": notes, "settings": []}
+    result = {**about, "densities": densities, **provenance(), "notes": notes, "settings": []}
     with bar(Console(stderr=True, highlight=False)) as progress:
         for setting in settings:
-            result["settings"].append(work(setting, progress))
+            result["settings"].append(work(setting, entries, progress))
             if out is not None:
-                report.write_json(result, out)  # or one that fails would take those before with it
+                report.write_json(result, out)  # a later setting may fail
     if about["bench"] != "probe":
         result["pays"] = verdicts_of(result["settings"])
     if out is not None:
@@ -195,24 +185,22 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
     for setting in result["settings"]:
         title = f"{Setting.of(setting)}, n = {result['numel']:,}, density {', '.join(map(str, result['densities']))}"
         if result["bench"] == "probe":
-            console.print(probe_table(setting["probe"], title))
+            console.print(tables.terminal_table(tables.PROBED, tables.probe_cells(setting["probe"]), title))
             continue
-        console.print(table_of(setting, f"{title}, {setting['rounds']} lap{'s' * (setting['rounds'] > 1)}"))
+        cells = [tables.cells_of(row) for row in setting["rows"]]
+        title += f", {setting['rounds']} round{'s' * (setting['rounds'] > 1)}"
+        console.print(tables.terminal_table(tables.columns_of(setting), cells, title))
         if result["bench"] == "step":
-            console.print("\n".join(escape(split_of(row)) for row in setting["rows"]))
+            console.print("\n".join(escape(tables.split_of(row)) for row in setting["rows"]))
     for sentence in sentences_of(result.get("pays", ())):
         console.print(escape(sentence))
     if out is not None:
-        console.print(f"{escape(str(out / report.PAGE))} has it all, with plots")
+        console.print(f"wrote {escape(str(out / report.PAGE))}, with plots")
 
 
-def _settings(ranks: str, mbit: str | None, delay_ms: float, loss: float) -> tuple[list[Setting], list[str]]:
+def _network(ranks: str, mbit: str, delay_ms: float, loss: float) -> tuple[list[Setting], list[str]]:
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
-    return make_settings(sizes, None if mbit is None else _numbers("mbit", mbit, 0), delay_ms, loss)
-
-
-def _densities(text: str) -> list[float]:
-    return _numbers("density", text, 0, 1, open_low=True)
+    return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms, loss)
 
 
 def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> list[float]:

@@ -17,38 +17,36 @@ from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.reducer import Reducer
 
 MATRIX_SIDE = 2048
-"""PowerSGD works on matrices: the gradient is given to it as matrices of at most so many rows and columns."""
+"""Largest side of the matrices that the gradient is cut into for PowerSGD."""
 
 
-def time_exchange(numel: int, entries: Sequence[Entry], laps: Samples) -> list[list[Sample]]:
-    """Return the laps of each entry on this rank."""
+def time_exchange(numel: int, entries: Sequence[Entry], samples: Samples) -> list[list[Sample]]:
+    """Return the samples of each entry on this rank."""
     pool, scratch = make_pool(numel), torch.zeros(numel)
-    return take_turns([make_contender(entry, pool, scratch) for entry in entries], laps)
+    return take_turns([make_candidate(entry, pool, scratch) for entry in entries], samples)
 
 
-def make_contender(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Candidate:
-    """Return what exchanges the gradients of `pool` in turn; all but PowerSGD share `scratch` for their results."""
+def make_candidate(entry: Entry, pool: Sequence[Tensor], scratch: Tensor) -> Candidate:
+    """Return the candidate that exchanges the gradients of `pool` in turn, into `scratch` unless it is PowerSGD."""
     method = METHODS[entry.method]
     if isinstance(method, Ours):
         assert entry.density is not None
         return _Reduction(method.make(entry.density), pool, scratch)
-    if isinstance(method, AllReduce):
-        return _Sum(pool, scratch) if method.dtype == torch.float32 else _CastSum(method.dtype, pool, scratch)
-    return _LowRank(method.rank, pool)
+    return _Sum(method.dtype, pool, scratch) if isinstance(method, AllReduce) else _LowRank(method.rank, pool)
 
 
 class _Reduction:
-    """One `Reducer.all_reduce` into a result that is there already."""
+    """One `Reducer.all_reduce` into a result that is allocated."""
 
     def __init__(self, algorithm: Algorithm, pool: Sequence[Tensor], scratch: Tensor) -> None:
         self.pool, self.out = pool, scratch
         self.reducer = Reducer(algorithm, ProcessGroupComm())
 
-    def prepare(self, turn: int) -> None:
+    def prepare(self, number: int) -> None:
         pass
 
-    def run(self, turn: int) -> None:
-        self.reducer.all_reduce(self.pool[turn % len(self.pool)], out=self.out)
+    def run(self, number: int) -> None:
+        self.reducer.all_reduce(self.pool[number % len(self.pool)], out=self.out)
 
     def account(self) -> Sample:
         assert self.reducer.last is not None
@@ -56,33 +54,24 @@ class _Reduction:
 
 
 class _Sum:
-    """`all_reduce` in place, as DDP would do it; the gradient is in its bucket already, and nothing divides by P."""
+    """`all_reduce` in place, as DDP does it: float32 is in its bucket already, and nothing divides by P.
 
-    def __init__(self, pool: Sequence[Tensor], scratch: Tensor) -> None:
-        self.pool, self.buffer, self.comm = pool, scratch, MeteredComm(ProcessGroupComm())
-
-    def prepare(self, turn: int) -> None:
-        self.buffer.copy_(self.pool[turn % len(self.pool)])
-
-    def run(self, turn: int) -> None:  # noqa: ARG002
-        self.comm.all_reduce(self.buffer)
-
-    def account(self) -> Sample:
-        return {"record_bytes": self.comm.pop().sent_bytes, "parts": {}}
-
-
-class _CastSum:
-    """Cast into a narrower buffer that is there already, `all_reduce` that, and cast back."""
+    Another dtype is cast into a buffer that is allocated, summed, and cast back.
+    """
 
     def __init__(self, dtype: torch.dtype, pool: Sequence[Tensor], scratch: Tensor) -> None:
         self.pool, self.out, self.comm = pool, scratch, MeteredComm(ProcessGroupComm())
-        self.narrow = torch.zeros(len(scratch), dtype=dtype)
+        self.narrow = None if dtype == scratch.dtype else torch.zeros(len(scratch), dtype=dtype)
 
-    def prepare(self, turn: int) -> None:
-        pass
+    def prepare(self, number: int) -> None:
+        if self.narrow is None:
+            self.out.copy_(self.pool[number % len(self.pool)])
 
-    def run(self, turn: int) -> None:
-        self.narrow.copy_(self.pool[turn % len(self.pool)])
+    def run(self, number: int) -> None:
+        if self.narrow is None:
+            self.comm.all_reduce(self.out)
+            return
+        self.narrow.copy_(self.pool[number % len(self.pool)])
         self.comm.all_reduce(self.narrow)
         self.out.copy_(self.narrow)
 
@@ -91,7 +80,7 @@ class _CastSum:
 
 
 class _LowRank:
-    """PowerSGD's hook under a DDP whose backward only hands the gradient over: one copy into DDP's buckets is in it."""
+    """PowerSGD's hook under a DDP whose backward hands the gradient over, with one copy into DDP's bucket."""
 
     def __init__(self, rank: int, pool: Sequence[Tensor]) -> None:
         shapes = matrices_of(len(pool[0]))
@@ -102,18 +91,18 @@ class _LowRank:
         self.model = wrap(_Matrices(shapes), one_bucket=True)
         hook_powersgd(self.model, rank)
 
-    def prepare(self, turn: int) -> None:  # noqa: ARG002
+    def prepare(self, number: int) -> None:  # noqa: ARG002
         self.model.zero_grad()
 
-    def run(self, turn: int) -> None:
-        self.model(self.grads[turn % len(self.grads)]).backward()
+    def run(self, number: int) -> None:
+        self.model(self.grads[number % len(self.grads)]).backward()
 
     def account(self) -> Sample:
         return {"record_bytes": None, "parts": {}}
 
 
 class _Matrices(nn.Module):
-    """Parameters of these shapes, whose gradients are what it is called with."""
+    """Parameters of these shapes, whose gradients are the arguments of the call."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -138,7 +127,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def matrices_of(numel: int) -> list[tuple[int, int]]:
-    """Return shapes that add up to `numel` elements, as square as it goes.
+    """Return shapes that add up to `numel` elements, as square as possible.
 
     >>> matrices_of(10)
     [(3, 3), (1, 1)]

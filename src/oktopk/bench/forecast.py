@@ -1,4 +1,4 @@
-"""What the probe's figures say an exchange should take, to be held against what it took."""
+"""The seconds that the probe's figures predict for an exchange."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from oktopk.cost import Call, Cost, Machine, exactly, predict, ring_words
 
 @dataclass(frozen=True)
 class Forecast:
-    """The machine, and how many seconds each entry computes for an element (None where that is not known)."""
+    """The machine, and each entry's seconds of computing an element (None if they are not known)."""
 
     machine: Machine
     computing_s: Mapping[Entry, float | None]
 
     def seconds(self, entry: Entry, numel: int, size: int) -> float | None:
-        """Return how long one exchange of `numel` elements should take on `size` ranks; None where nothing says so."""
+        """Return the seconds of one exchange of `numel` elements on `size` ranks; None without a model."""
         computing_s, cost = self.computing_s.get(entry), cost_of(entry, numel, size)
         if computing_s is None or cost is None:
             return None
@@ -30,36 +30,30 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures by name."""
+        computing = self.computing_s.items()
         return {
             "alpha_s": dict(self.machine.alpha_s),
             "beta_s_per_word": dict(self.machine.beta_s),
-            "computing_s_per_element": [
-                {"method": entry.method, "density": entry.density, "seconds": seconds}
-                for entry, seconds in self.computing_s.items()
-            ],
+            "computing_s_per_element": [{"method": e.method, "density": e.density, "seconds": s} for e, s in computing],
         }
 
 
 def make_forecast(ranks: Sequence[Times], entries: Sequence[Entry], numel: int) -> Forecast:
-    """Return what the ranks' probes come to: of each call and each stretch of computing the slowest rank's time."""
+    """Return the forecast of the ranks' probes: the slowest rank's time of each call and each stretch counts."""
     alpha_s = {name: _typical(ranks, "small", name) for name in ranks[0]["small"]}
     beta_s = {
         name: max(0.0, _typical(ranks, "big", name) - alpha_s[name]) / words
         for name, words in ranks[0]["words"].items()
     }
-    computing = [[rank["computing"][i] for rank in ranks] for i in range(len(entries))]
-    per_element = [_critical_path(laps) for laps in computing]
-    return Forecast(
-        Machine(alpha_s=alpha_s, beta_s=beta_s),
-        {
-            entry: None if seconds is None else seconds / computing_numel(numel)
-            for entry, seconds in zip(entries, per_element, strict=True)
-        },
-    )
+    computing_s = {}
+    for i, entry in enumerate(entries):
+        seconds = _critical_path([rank["computing"][i] for rank in ranks])
+        computing_s[entry] = None if seconds is None else seconds / computing_numel(numel)
+    return Forecast(Machine(alpha_s=alpha_s, beta_s=beta_s), computing_s)
 
 
 def cost_of(entry: Entry, numel: int, size: int) -> Cost | None:
-    """Return the cost of an exchange by this method on the busiest rank; None where there is no model of it."""
+    """Return the cost of an exchange on the busiest rank; None if the method has no model."""
     method = METHODS[entry.method]
     if isinstance(method, Ours):
         assert entry.density is not None
@@ -72,7 +66,7 @@ def cost_of(entry: Entry, numel: int, size: int) -> Cost | None:
 
 
 def error_percent(predicted_s: float | None, measured_s: float) -> float | None:
-    """Return how far the prediction is above what was measured, or below.
+    """Return the error of a prediction, positive if it is too high.
 
     >>> error_percent(1.5, 2.0)
     -25.0
@@ -81,13 +75,13 @@ def error_percent(predicted_s: float | None, measured_s: float) -> float | None:
 
 
 def _typical(ranks: Sequence[Times], size: str, name: str) -> float:
-    return float(median(max(lap) for lap in zip(*(rank[size][name] for rank in ranks), strict=True)))
+    return float(median(max(calls) for calls in zip(*(rank[size][name] for rank in ranks), strict=True)))
 
 
 def _critical_path(ranks: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
-    """Return a lap's computing: of each stretch between two messages, for whose slowest rank all wait, the median."""
-    laps = [laps for laps in ranks if laps is not None]
-    if not laps:
+    """Return the sum over stretches of the slowest rank's seconds, each the median of the rounds."""
+    rounds = [each for each in ranks if each is not None]
+    if not rounds:
         return None
-    slowest = [list(map(max, zip_longest(*stretches, fillvalue=0.0))) for stretches in zip(*laps, strict=True)]
+    slowest = [list(map(max, zip_longest(*stretches, fillvalue=0.0))) for stretches in zip(*rounds, strict=True)]
     return float(sum(map(median, zip_longest(*slowest, fillvalue=0.0))))

@@ -1,6 +1,6 @@
-"""DDP with the rivals' own hooks.
+"""DDP with the hooks of the rival methods.
 
-No annotations from the future here: DDP looks at those of a hook, and wants types.
+Without annotations from __future__, because DDP checks the types that a hook is annotated with.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 START_POWERSGD_ITER = 2
-"""The least that its error feedback allows: the steps before are plain."""
+"""Minimum that PowerSGD's error feedback allows: the steps before are dense."""
 
 
 def wrap(net: nn.Module, *, one_bucket: bool = False) -> DistributedDataParallel:
-    """Return DDP around a net of which all ranks have the same weights: nothing is sent for that once more.
+    """Return DDP around a net that has the same weights on all ranks, so that none are sent.
 
-    PowerSGD wants all gradients in one bucket. Its hook goes on from callbacks, in threads of gloo's: those of several
-    buckets would call their collectives in another order on every rank.
+    PowerSGD needs one bucket. Its hook starts collectives from callbacks, which gloo runs in threads of its own:
+    with several buckets each rank would start them in another order.
     """
     megabytes = 1 + sum(p.numel() * p.element_size() for p in net.parameters()) / 2**20 if one_bucket else None
     return DistributedDataParallel(net, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=megabytes)
@@ -34,12 +34,12 @@ def hook_powersgd(model: DistributedDataParallel, rank: int) -> None:
 
 
 def hook_cast(model: DistributedDataParallel, dtype: torch.dtype) -> None:
-    """Make DDP exchange its gradients in a narrower type: by torch's own hook, or where that wants NCCL by its like."""
+    """Make DDP exchange its gradients in float16, by torch's hook, or in bfloat16."""
     model.register_comm_hook(None, default_hooks.fp16_compress_hook if dtype == torch.float16 else _bf16_hook)
 
 
 def _bf16_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Do as torch's `bf16_compress_hook`, which DDP registers for NCCL alone: gloo sums bfloat16 as well."""
+    """Do as torch's `bf16_compress_hook`, which DDP registers for NCCL alone although gloo sums bfloat16."""
     buffer = bucket.buffer()
     narrow = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(narrow, async_op=True)

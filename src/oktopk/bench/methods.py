@@ -1,4 +1,4 @@
-"""The methods of exchange by name: ours, and their rivals."""
+"""The methods of exchange by name: ours, and their rivals. docs/bench.md describes each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from oktopk.errors import SettingError, one_of
 
 @dataclass(frozen=True)
 class AllReduce:
-    """One all_reduce of the whole gradient, cast to `dtype` and back where that is not float32."""
+    """One all_reduce of the whole gradient, cast to `dtype` and back unless that is float32."""
 
-    about: str
     dtype: torch.dtype
 
 
@@ -26,7 +25,6 @@ class AllReduce:
 class PowerSgd:
     """torch's PowerSGD hook with matrices of this rank."""
 
-    about: str
     rank: int
 
 
@@ -34,7 +32,6 @@ class PowerSgd:
 class Ours:
     """One of the algorithms of this package."""
 
-    about: str
     algorithm: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -46,26 +43,19 @@ class Ours:
 Method = AllReduce | PowerSgd | Ours
 
 PLAIN: Mapping[str, Any] = MappingProxyType({"wire": "fp32", "ranking": "magnitude"})
-"""What Ok-Topk is measured with unless a method says otherwise: the paper's, not the library's defaults."""
+"""Settings of Ok-Topk unless a method has others: those of the paper, not the library's defaults."""
 
-_NARROW = {
-    f"oktopk-{wire}": Ours(f"the same, {wire} values and packed indices", "oktopk", {**PLAIN, "wire": wire})
-    for wire in WIRES
-    if wire != "fp32"
-}
+_NARROW = {f"oktopk-{wire}": Ours("oktopk", {**PLAIN, "wire": wire}) for wire in WIRES if wire != "fp32"}
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "dense": AllReduce("all_reduce in float32; in a step: plain DDP", torch.float32),
-        "bf16": AllReduce("cast to bfloat16, all_reduce, cast back; in a step: a hook of ours", torch.bfloat16),
-        "fp16": AllReduce("the same in float16; in a step: torch's fp16_compress_hook", torch.float16),
-        **{f"powersgd-{r}": PowerSgd(f"torch's powerSGD_hook, matrices of rank {r}", r) for r in (1, 2, 4)},
-        "topka": Ours("every rank gathers every rank's top k", "topka"),
-        "topkdsa": Ours("SparCML: regions, pairs or dense blocks", "topkdsa"),
-        "gtopk": Ours("a tree of merges, each cut to k", "gtopk"),
-        "gaussiank": Ours("a threshold from a fitted normal, then a gather", "gaussiank"),
-        "oktopk-paper": Ours("Ok-Topk in the paper's six steps", "oktopk_paper", PLAIN),
-        "oktopk": Ours("Ok-Topk with messages of fixed capacity, float32 values", "oktopk", PLAIN),
+        "dense": AllReduce(torch.float32),
+        "bf16": AllReduce(torch.bfloat16),
+        "fp16": AllReduce(torch.float16),
+        **{f"powersgd-{rank}": PowerSgd(rank) for rank in (1, 2, 4)},
+        **{name: Ours(name) for name in ("topka", "topkdsa", "gtopk", "gaussiank")},
+        "oktopk-paper": Ours("oktopk_paper", PLAIN),
+        "oktopk": Ours("oktopk", PLAIN),
         **_NARROW,
     }
 )
@@ -86,7 +76,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
-    """Return the methods that a list of names, or of groups of them, stands for, each once.
+    """Return the methods of a list of names and groups, each once.
 
     >>> parse_methods("dense,baselines,topka")
     ('dense', 'topka', 'topkdsa', 'gtopk', 'gaussiank')
@@ -101,14 +91,14 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the tables: a method and, where it has one, its density."""
+    """A row of the tables: a method, and its density if it has one."""
 
     method: str
     density: float | None = None
 
 
 def entries_of(methods: Sequence[str], densities: Sequence[float]) -> list[Entry]:
-    """Return one entry for each method and, if it is one of ours, for each density."""
+    """Return an entry for each method, and for each density if the method has one."""
     return [
         Entry(name, density)
         for name in methods

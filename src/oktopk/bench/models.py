@@ -1,11 +1,4 @@
-"""The models whose steps are timed: names for some, and a contract for yours.
-
-factory() -> (net, batch, loss)        importable as module:factory, called with no arguments
-
-net                                    an nn.Module
-batch(size, seed) -> inputs, targets   inputs: a tensor, or a tuple of what net is called with
-loss(net(*inputs), targets)            -> a scalar tensor, to call backward() on
-"""
+"""The models whose steps are timed: three by name, and any other by module:factory."""
 
 from __future__ import annotations
 
@@ -18,9 +11,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from oktopk.bench.wide_mlp import wide
 from oktopk.errors import SettingError, one_of
+
+CONTRACT = (
+    "a factory takes no arguments and returns (net, batch, loss): an nn.Module, batch(size, seed) -> (inputs, targets) "
+    "and loss(output, targets) -> scalar tensor"
+)
+WIDE_LAYERS, WIDE_WIDTH = 3, 3000
+
+
+@dataclass(frozen=True)
+class Model:
+    """The net, the batches and the loss that a factory returned."""
+
+    net: nn.Module
+    batch: Callable[[int, int], tuple[Any, Any]]
+    loss: Callable[[Any, Any], Tensor]
+
+    def inputs(self, size: int, seed: int) -> tuple[tuple[Any, ...], Any]:
+        """Return the arguments of the net, as a tuple, and the targets."""
+        made = self.batch(size, seed)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise SettingError(f"batch(size, seed) returned {_kind(made)}; {CONTRACT}")
+        inputs, targets = made
+        return (inputs if isinstance(inputs, tuple) else (inputs,)), targets
+
+
+def wide() -> tuple[nn.Module, Callable[[int, int], tuple[Tensor, Tensor]], Callable[[Any, Any], Tensor]]:
+    """Return a net of 27.0 M parameters that computes almost nothing: three Linear layers of 3000 x 3000."""
+
+    def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(size, WIDE_WIDTH, generator=torch.Generator().manual_seed(seed))
+        return inputs, inputs
+
+    layers = [module for _ in range(WIDE_LAYERS) for module in (nn.Linear(WIDE_WIDTH, WIDE_WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]), batch, F.mse_loss
 
 
 def _lstman4() -> Any:
@@ -37,52 +64,30 @@ def _an4_small() -> Any:
 
 MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"lstman4": _lstman4, "an4-small": _an4_small, "wide": wide})
 
-CONTRACT = (
-    "a factory takes no arguments and returns (net, batch, loss): an nn.Module, batch(size, seed) -> (inputs, targets) "
-    "and loss(output, targets) -> scalar tensor"
-)
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a factory returned, and what it is trained on."""
-
-    net: nn.Module
-    batch: Callable[[int, int], tuple[Any, Any]]
-    loss: Callable[[Any, Any], Tensor]
-
-    def inputs(self, size: int, seed: int) -> tuple[tuple[Any, ...], Any]:
-        """Return what the net is called with, as a tuple, and the targets."""
-        made = self.batch(size, seed)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise SettingError(f"batch(size, seed) returned {_shape(made)}; {CONTRACT}")
-        inputs, targets = made
-        return (inputs if isinstance(inputs, tuple) else (inputs,)), targets
-
 
 def load_model(name: str) -> Model:
-    """Return a new model: one of `MODELS`, or module:factory; the same weights each time, if torch draws them."""
+    """Return a new model, one of `MODELS` or module:factory, with the same weights each time if torch draws them."""
     factory = MODELS.get(name) or _find(name)
     torch.manual_seed(0)
     made = factory()
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
-        raise SettingError(f"{name} returned {_shape(made)}; {CONTRACT}")
+        raise SettingError(f"{name} returned {_kind(made)}; {CONTRACT}")
     return Model(*made)
 
 
 def check_model(name: str, batch: int) -> int:
-    """Return how many parameters the model has; a `SettingError` says what is wrong with it, if a step is."""
+    """Return the number of the model's parameters; raise a `SettingError` if a step of it fails."""
     model = load_model(name)
     try:
         inputs, targets = model.inputs(batch, 0)
         loss = model.loss(model.net(*inputs), targets)
     except SettingError:
         raise
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # a user's model may raise anything
         raise SettingError(f"a step of {name} failed: {type(error).__name__}: {error}; {CONTRACT}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise SettingError(
-            f"the loss of {name} is {_shape(loss)}, not a scalar tensor to call backward() on; {CONTRACT}"
+            f"the loss of {name} is {_kind(loss)}, not a scalar tensor to call backward() on; {CONTRACT}"
         )
     return sum(parameter.numel() for parameter in model.net.parameters() if parameter.requires_grad)
 
@@ -92,22 +97,20 @@ def _find(name: str) -> Callable[[], Any]:
     if not colon:
         one_of("model (or module:factory)", name, MODELS)
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as for python -m: a module in the current folder is found
+        sys.path.insert(0, "")  # python -m finds a module in the current folder, too
     try:
         factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingError(f"cannot find the model {name}: {error}; {CONTRACT}") from error
     if not callable(factory):
-        raise SettingError(f"{name} is {_shape(factory)}, which cannot be called; {CONTRACT}")
+        raise SettingError(f"{name} is {_kind(factory)}, which cannot be called; {CONTRACT}")
     return factory  # type: ignore[no-any-return]
 
 
-def _shape(thing: Any) -> str:
-    """Return what something is, in a few words."""
-    if isinstance(thing, tuple):
-        return f"({', '.join(type(part).__name__ for part in thing)})"
-    return (
-        f"a tensor of shape {list(thing.shape)}"
-        if isinstance(thing, Tensor)
-        else f"something of type {type(thing).__name__}"
-    )
+def _kind(value: Any) -> str:
+    """Return the type of a value, for a message."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a value of type {type(value).__name__}"

@@ -1,9 +1,8 @@
-"""Gloo processes for a benchmark: started together, every wait with an end, what they return brought back."""
+"""gloo processes on this machine, over the loopback or each on a host of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
+from oktopk.bench.machine import threads_for
 from oktopk.bench.netlab import Host, Lab
 from oktopk.errors import PeerError
 
@@ -34,8 +34,7 @@ def run_processes(
 ) -> list[Any]:
     """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON.
 
-    With `mbit`, `delay_ms` or `loss` each process is a host of its own, with a link of that speed (0: as fast as it
-    goes) on a network with that delay, one way, and that loss; else they talk over the loopback.
+    With `mbit`, `delay_ms` or `loss` each process is a host of a `Lab`. Without, they use the loopback.
     """
     if mbit is None and not delay_ms and not loss:
         return _run(fn, size, args, None)
@@ -76,18 +75,8 @@ def _ended(context: ProcessContext) -> bool:
         ) from None
 
 
-def num_cores() -> int:
-    """Return the cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_for(size: int) -> int:
-    """Return each rank's share of the cores."""
-    return max(1, num_cores() // size)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, and how far the others are from it."""
+    """Return the median, the least and the largest of the values."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 

@@ -19,7 +19,7 @@ NEEDED = ("matplotlib", "jinja2")
 
 
 def check_possible(folder: Path) -> None:
-    """Raise, before anything is measured, if the folder cannot be, or what draws and writes the page is missing."""
+    """Raise, before anything is measured, if the folder cannot be made or a package is missing."""
     for module in NEEDED:
         if find_spec(module) is None:
             raise SettingError(f"--out draws plots and writes a page with {module}: pip install 'oktopk[report]'")
@@ -30,7 +30,7 @@ def check_possible(folder: Path) -> None:
 
 
 def write_json(result: dict[str, Any], folder: Path) -> None:
-    """Write all that is known so far."""
+    """Write the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON).write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
 
@@ -43,36 +43,19 @@ def write_report(result: dict[str, Any], folder: Path) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    svgs = [_inline(draw(plot, folder)) for plot in plots_of(result)]
-    (folder / PAGE).write_text(_page(result, svgs))
+    (folder / PAGE).write_text(_page(result, [draw(plot, folder) for plot in plots_of(result)]))
 
 
 def _csv_row(setting: dict[str, Any], row: Row, result: dict[str, Any]) -> dict[str, Any]:
     return {
-        "bench": result["bench"],
-        "model": result.get("model"),
-        "numel": result["numel"],
-        "ranks": setting["ranks"],
+        **{name: result.get(name) for name in ("bench", "model", "numel")},
         "link": link_name(setting["mbit"]),
-        "mbit": setting["mbit"],
-        "delay_ms": setting["delay_ms"],
-        "loss": setting["loss"],
-        "method": row["method"],
-        "density": row["density"],
-        "rounds": setting["rounds"],
+        **{name: setting[name] for name in ("ranks", "mbit", "delay_ms", "loss", "rounds")},
+        **{name: row[name] for name in ("method", "density")},
         **{f"{key}_s": value for key, value in row["seconds"].items()},
-        **{f"x_{rival}": row[f"x_{rival}"] and row[f"x_{rival}"]["median"] for rival in ("dense", "bf16")},
-        "sent_bytes": row["sent_bytes"],
-        "record_bytes": row["record_bytes"],
-        "predicted_s": row.get("predicted_s"),
-        "error_percent": row.get("error_percent"),
+        **{rival: row[rival] and row[rival]["median"] for rival in ("x_dense", "x_bf16")},
+        **{name: row.get(name) for name in ("sent_bytes", "record_bytes", "predicted_s", "error_percent")},
     }
-
-
-def _inline(svg: Path) -> str:
-    """Return the drawing without what only a file of its own may begin with."""
-    text = svg.read_text()
-    return text[text.index("<svg") :]
 
 
 def _page(result: dict[str, Any], svgs: list[str]) -> str:
@@ -81,7 +64,7 @@ def _page(result: dict[str, Any], svgs: list[str]) -> str:
     page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True).get_template("page.html")
     tables = [
         {
-            "title": f"{Setting.of(setting)}, {setting['rounds']} laps",
+            "title": f"{Setting.of(setting)}, {setting['rounds']} rounds",
             "columns": columns_of(setting),
             "rows": [cells_of(row) for row in setting["rows"]],
             "split": [split_of(row) for row in setting["rows"]] if result["bench"] == "step" else [],

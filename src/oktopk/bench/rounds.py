@@ -1,4 +1,4 @@
-"""Laps: the contenders take turns, all ranks start each lap together, and what it took and sent is written down."""
+"""Rounds: the candidates take turns, all ranks start together, and each turn's time and bytes are one sample."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch.distributed as dist
 from oktopk.bench.netlab import sent_bytes
 
 WARM_UP = 3
-"""Laps of each contender before those that count: they make buffers, PowerSGD's first two are dense, and the first one
-of the paper's mode takes the exact thresholds that the others reuse."""
+"""Rounds before those that count. They make buffers, PowerSGD's first two are dense, and paper mode takes the exact
+thresholds that later steps reuse."""
 
-EMPTY_LAPS = 5
+EMPTY_TURNS = 5
 
 Sample = dict[str, Any]
-"""One contender, one round, one rank: seconds, sent_bytes (by the interface; None outside of a lab), record_bytes (by
-the method's own account; None if it has none), parts (seconds by name)."""
+"""One candidate, round and rank: seconds, sent_bytes (by the interface; None outside of a lab), record_bytes (by the
+method's own record; None if it has none), parts (seconds by name)."""
 
 
 class Candidate(Protocol):
-    """What takes its turn."""
+    """A method that takes its turn in every round."""
 
-    def prepare(self, turn: int) -> None:
-        """Do what is not timed."""
+    def prepare(self, number: int) -> None:
+        """Prepare the round of that number; this is not timed."""
 
-    def run(self, turn: int) -> None:
-        """Do what is."""
+    def run(self, number: int) -> None:
+        """Do the work that is timed."""
 
     def account(self) -> Sample:
         """Return record_bytes and parts of the latest run."""
@@ -40,70 +40,62 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """How many laps, and how they are measured.
+    """The number of rounds, and how they are measured.
 
-    rounds       laps of each contender that count
-    seconds      no round is started after so many seconds of those that count
-    in_lab       each rank has an interface of its own, whose bytes can be counted
-    lap_file     where rank 0 leaves a byte for each lap, so that others can see how far it is
+    rounds       rounds that count
+    seconds      limit after which no further round is started
+    in_lab       whether each rank has an interface of its own, whose bytes can be counted
+    turns_file   file to which rank 0 adds a byte for each turn, for the progress bar
     """
 
     rounds: int
     seconds: float
     in_lab: bool
-    lap_file: str
+    turns_file: str
 
 
-def take_turns(contenders: Sequence[Candidate], laps: Samples) -> list[list[Sample]]:
-    """Return the laps of each contender on this rank, those of the warm-up first."""
-    count = sent_bytes if laps.in_lab else None
-    between = _bytes_between(count)
-    taken: list[list[Sample]] = [[] for _ in contenders]
+def take_turns(candidates: Sequence[Candidate], samples: Samples) -> list[list[Sample]]:
+    """Return the samples of each candidate on this rank, those of the warm-up first."""
+    count = sent_bytes if samples.in_lab else None
+    between = _barrier_bytes(count)
+    taken: list[list[Sample]] = [[] for _ in candidates]
     start = time.monotonic()
-    for turn in range(WARM_UP + laps.rounds):
-        if turn == WARM_UP:
+    for number in range(WARM_UP + samples.rounds):
+        if number == WARM_UP:
             start = time.monotonic()
-        if turn > WARM_UP and not _all_agree(time.monotonic() - start < laps.seconds):
+        if number > WARM_UP and not _all_agree(time.monotonic() - start < samples.seconds):
             break
-        for contender, rows in zip(contenders, taken, strict=True):
-            rows.append(_lap(contender, turn, count, between))
+        for candidate, row in zip(candidates, taken, strict=True):
+            row.append(_turn(candidate, number, count, between))
             if dist.get_rank() == 0:
-                with Path(laps.lap_file).open("ab") as file:
+                with Path(samples.turns_file).open("ab") as file:
                     file.write(b".")
     return taken
 
 
-def _lap(contender: Candidate, turn: int, count: Callable[[], int] | None, between: int) -> Sample:
-    contender.prepare(turn)
+def _turn(candidate: Candidate | None, number: int, count: Callable[[], int] | None, between: int) -> Sample:
+    """Return one sample; without a candidate, of the barriers alone."""
+    if candidate:
+        candidate.prepare(number)
     dist.barrier()
     before = count() if count else 0
     start = time.perf_counter()
-    contender.run(turn)
+    if candidate:
+        candidate.run(number)
     seconds = time.perf_counter() - start
-    dist.barrier()  # or what is still in a socket's buffer would be counted in another's lap
+    dist.barrier()  # bytes that are still in a socket's buffer belong to this turn
     sent = count() - before - between if count else None
-    return {"seconds": seconds, "sent_bytes": sent, **contender.account()}
+    return {"seconds": seconds, "sent_bytes": sent, **(candidate.account() if candidate else {})}
 
 
-def _bytes_between(count: Callable[[], int] | None) -> int:
-    """Return what an empty lap sends: the barrier at its end."""
-    laps = [_lap(_Nothing(), turn, count, 0) for turn in range(EMPTY_LAPS)]
-    return int(median(lap["sent_bytes"] for lap in laps)) if count else 0
-
-
-class _Nothing:
-    def prepare(self, turn: int) -> None:
-        pass
-
-    def run(self, turn: int) -> None:
-        pass
-
-    def account(self) -> Sample:
-        return {}
+def _barrier_bytes(count: Callable[[], int] | None) -> int:
+    """Return the bytes of the barrier at the end of a turn."""
+    turns = [_turn(None, number, count, 0) for number in range(EMPTY_TURNS)]
+    return int(median(turn["sent_bytes"] for turn in turns)) if count else 0
 
 
 def _all_agree(mine: bool) -> bool:
-    """Return rank 0's word, on all ranks."""
-    word = torch.tensor([int(mine)])
-    dist.broadcast(word, 0)
-    return bool(word.item())
+    """Return rank 0's answer, on all ranks."""
+    answer = torch.tensor([int(mine)])
+    dist.broadcast(answer, 0)
+    return bool(answer.item())

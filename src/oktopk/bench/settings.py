@@ -1,4 +1,4 @@
-"""The settings of a benchmark: how many ranks, on which links."""
+"""The settings of a benchmark: the number of ranks, and the links between them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from oktopk.errors import SettingError, within
 
 DEFAULT_MBIT = 1000.0
 MOST_LOSS = 0.5
-"""Beyond that no connection lasts."""
+"""Largest share of lost packets, because beyond it no connection lasts."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """P ranks, and the network between them.
 
-    mbit        speed of each link (0: as fast as it goes; None: the loopback, without a lab)
-    delay_ms    how long a packet takes, one way
-    loss        the share of packets that get lost
+    mbit        speed of each link (0: unlimited; None: the loopback, without a lab)
+    delay_ms    milliseconds that a packet takes, one way
+    loss        share of the packets that get lost
     """
 
     ranks: int
@@ -30,7 +30,7 @@ class Setting:
 
     @classmethod
     def of(cls, measured: Mapping[str, Any]) -> Setting:
-        """Return the setting that results are of."""
+        """Return the setting of some results."""
         return cls(**{field.name: measured[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
@@ -41,27 +41,24 @@ class Setting:
 def make_settings(
     ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float, loss: float
 ) -> tuple[list[Setting], list[str]]:
-    """Return a setting for each number of ranks and each link, and what the user should know about them."""
+    """Return a setting for each number of ranks and each link, and notes for the user."""
     within("--delay-ms", delay_ms, 0)
     within("--loss", loss, 0, MOST_LOSS)
     try:
         check_possible()
     except LabError as error:
-        _check_loopback_does(mbit or (), delay_ms, loss, error)
+        shaped = [f"links of {link:g} Mbit/s" for link in mbit or () if link]
+        wanted = [*shaped, *(["delay"] if delay_ms else []), *(["loss"] if loss else [])]
+        if wanted:
+            advice = "--mbit 0 alone measures over the loopback"
+            raise SettingError(f"wanted {', '.join(wanted)}, but {error}; {advice}") from None
         note = f"over the loopback of this machine, and no bytes counted by an interface: {error}"
         return [Setting(size, None) for size in ranks], [note]
     return [Setting(size, link, delay_ms, loss) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
 
 
-def _check_loopback_does(mbit: Sequence[float], delay_ms: float, loss: float, error: LabError) -> None:
-    shaped = [f"links of {link:g} Mbit/s" for link in mbit if link]
-    wanted = [*shaped, *(["delay"] if delay_ms else []), *(["loss"] if loss else [])]
-    if wanted:
-        raise SettingError(f"wanted {', '.join(wanted)}, but {error}; --mbit 0 alone measures over the loopback")
-
-
 def link_name(mbit: float | None) -> str:
-    """Return what a link is called.
+    """Return the name of a link.
 
     >>> link_name(1000), link_name(0), link_name(None)
     ('1000 Mbit/s', 'unlimited link', 'loopback')

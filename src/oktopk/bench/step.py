@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.bench.gradients import POOL
 from oktopk.bench.hooks import hook_cast, hook_powersgd, wrap
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours, PowerSgd
 from oktopk.bench.models import Model, load_model
@@ -21,40 +22,36 @@ from oktopk.bench.rounds import Sample, Samples, take_turns
 from oktopk.ddp.attach import Attached, attach
 
 BOUND = Entry("no exchange")
-"""Forward and backward under no_sync(): what no method can beat."""
-
-POOL = 3
-"""Batches made in advance and used in turn."""
+"""Forward and backward under no_sync(), which no method can beat."""
 
 
-def time_step(model: str, batch: int, entries: Sequence[Entry], laps: Samples) -> list[list[Sample]]:
-    """Return the laps of each entry on this rank."""
+def time_step(model: str, batch: int, entries: Sequence[Entry], samples: Samples) -> list[list[Sample]]:
+    """Return the samples of each entry on this rank."""
     loaded = load_model(model)
     steps = [_Step(entry, loaded, batch) for entry in entries]
     try:
-        return take_turns(steps, laps)
+        return take_turns(steps, samples)
     finally:
         for step in steps:
             step.close()
 
 
 class _Step:
-    """One model under DDP, with one method."""
+    """A copy of the model under DDP, with one method."""
 
     def __init__(self, entry: Entry, loaded: Model, batch: int) -> None:
         self.loss = loaded.loss
         self.batches = [loaded.inputs(batch, seed=100 * dist.get_rank() + i) for i in range(POOL)]
-        low_rank = isinstance(METHODS.get(entry.method), PowerSgd)
-        self.model = wrap(_copy(loaded.net), one_bucket=low_rank)
+        self.model = wrap(_copy(loaded.net), one_bucket=isinstance(METHODS.get(entry.method), PowerSgd))
         self.attached = _arrange(self.model, entry)
         self.no_sync = entry == BOUND
         self.forward_s = self.backward_s = 0.0
 
-    def prepare(self, turn: int) -> None:  # noqa: ARG002
+    def prepare(self, number: int) -> None:  # noqa: ARG002
         self.model.zero_grad()
 
-    def run(self, turn: int) -> None:
-        inputs, targets = self.batches[turn % POOL]
+    def run(self, number: int) -> None:
+        inputs, targets = self.batches[number % POOL]
         syncing: AbstractContextManager[None] = self.model.no_sync() if self.no_sync else nullcontext()
         with syncing:
             start = time.perf_counter()
@@ -77,7 +74,7 @@ class _Step:
 
 
 def _copy(net: nn.Module) -> nn.Module:
-    """Return a copy whose weights, which no step changes, are the same memory."""
+    """Return a copy that shares the memory of the weights, which no step changes."""
     copy = deepcopy(net)
     for mine, shared in zip(copy.parameters(), net.parameters(), strict=True):
         mine.data = shared.data
@@ -86,24 +83,15 @@ def _copy(net: nn.Module) -> nn.Module:
 
 def _arrange(model: DistributedDataParallel, entry: Entry) -> Attached | None:
     """Make the model exchange its gradients by the entry's method."""
-    if entry == BOUND:
-        return None
-    method = METHODS[entry.method]
-    if isinstance(method, Ours):
-        assert entry.density is not None
-        return _attach(model, method, entry.density)
+    method = METHODS.get(entry.method)
     if isinstance(method, PowerSgd):
         hook_powersgd(model, method.rank)
     elif isinstance(method, AllReduce) and method.dtype != torch.float32:
         hook_cast(model, method.dtype)
+    elif isinstance(method, Ours):
+        assert entry.density is not None
+        with redirect_stderr(io.StringIO()) as printed:  # the bar is on the same terminal
+            attached = attach(model, method.make(entry.density), dense_steps=0)
+        sys.stderr.writelines(f"{line}\n" for line in printed.getvalue().splitlines() if "WARNING" in line)
+        return attached
     return None
-
-
-def _attach(model: DistributedDataParallel, method: Ours, density: float) -> Attached:
-    """Attach, and let through of what that says only its warnings: the bar is on the same terminal."""
-    with redirect_stderr(io.StringIO()) as said:
-        attached = attach(model, method.make(density), dense_steps=0)
-    for line in said.getvalue().splitlines():
-        if "WARNING" in line:
-            sys.stderr.write(f"{line}\n")
-    return attached

@@ -1,4 +1,4 @@
-"""A benchmark over several settings: one network for each, the same work on it, and a bar that shows how far it is."""
+"""A benchmark in one setting: its network, the ranks on it, and a bar that shows their progress."""
 
 from __future__ import annotations
 
@@ -14,28 +14,38 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from oktopk.bench.forecast import Forecast, make_forecast
+from oktopk.bench.machine import threads_for
 from oktopk.bench.methods import Entry
 from oktopk.bench.netlab import LabError
 from oktopk.bench.probe import probe_rank
-from oktopk.bench.processes import run_processes, threads_for
+from oktopk.bench.processes import run_processes
 from oktopk.bench.rounds import WARM_UP, Samples
 from oktopk.bench.settings import Setting
 from oktopk.bench.summary import rows_of
 from oktopk.errors import SettingError
 
+MOST_SECONDS = 300.0
+"""Seconds of a setting after which no further round is started, because a slow link would take hours."""
+
 LOOK_S = 0.2
-"""Between two looks at how far the ranks are."""
+"""Seconds between two updates of the bar."""
 
 
 def measure(
-    work: Callable[..., Any], args: tuple[Any, ...], entries: Sequence[Entry], setting: Setting, rounds: int,
-    seconds: float, progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what `work(*args, entries, laps)` measured on every rank of the setting, a row for each entry."""
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    entries: Sequence[Entry],
+    setting: Setting,
+    rounds: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return the rows that `work(*args, entries, samples)` measured on the ranks of a setting."""
     with tempfile.TemporaryDirectory() as folder:
-        laps = Samples(rounds=rounds, seconds=seconds, in_lab=setting.mbit is not None, lap_file=f"{folder}/laps")
-        with _shown(progress, str(setting), Path(laps.lap_file), (WARM_UP + rounds) * len(entries)):
-            ranks = in_setting(setting, work, *args, entries, laps)
+        turns = Path(folder) / "turns"
+        in_lab = setting.mbit is not None
+        samples = Samples(rounds=rounds, seconds=MOST_SECONDS, in_lab=in_lab, turns_file=str(turns))
+        with _shown(progress, str(setting), turns, (WARM_UP + rounds) * len(entries)):
+            ranks = in_setting(setting, work, *args, entries, samples)
     return {
         **asdict(setting),
         "threads": threads_for(setting.ranks),
@@ -45,23 +55,22 @@ def measure(
 
 
 def in_setting(setting: Setting, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `work(*args)` returns on each rank of the setting."""
+    """Return the result of `work(*args)` on each rank of the setting."""
+    mbit, delay_ms, loss = setting.mbit, setting.delay_ms, setting.loss
     try:
-        return run_processes(
-            work, setting.ranks, *args, mbit=setting.mbit, delay_ms=setting.delay_ms, loss=setting.loss
-        )
+        return run_processes(work, setting.ranks, *args, mbit=mbit, delay_ms=delay_ms, loss=loss)
     except LabError as error:
         raise SettingError(f"no network for {setting}: {error}") from error
 
 
 def bar(console: Console) -> Progress:
-    """Return the bar; start it with `with`."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("laps"))
+    """Return the progress bar; start it with `with`."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("turns"))
     return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def probe(numel: int, entries: Sequence[Entry], setting: Setting, progress: Progress) -> Forecast:
-    """Return what the setting's machine takes, measured on every rank."""
+    """Return the forecast for a setting, from a probe on each of its ranks."""
     task = progress.add_task(f"{setting}: probe", total=None)
     try:
         return make_forecast(in_setting(setting, probe_rank, numel, entries), entries, numel)
@@ -70,13 +79,13 @@ def probe(numel: int, entries: Sequence[Entry], setting: Setting, progress: Prog
 
 
 @contextmanager
-def _shown(progress: Progress, name: str, lap_file: Path, total: int) -> Iterator[None]:
-    """Show, while inside, how many laps rank 0 has left in its file."""
+def _shown(progress: Progress, name: str, turns: Path, total: int) -> Iterator[None]:
+    """Show inside the block how many turns rank 0 has noted in its file."""
     task, over = progress.add_task(name, total=total), threading.Event()
 
     def look() -> None:
         while not over.wait(LOOK_S):
-            progress.update(task, completed=lap_file.stat().st_size if lap_file.exists() else 0)
+            progress.update(task, completed=turns.stat().st_size if turns.exists() else 0)
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()

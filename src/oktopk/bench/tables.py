@@ -1,7 +1,8 @@
-"""The results as tables on a terminal."""
+"""The results as tables: cells of text, for the terminal and for the page."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,15 +12,16 @@ from oktopk.bench.summary import Row
 UNKNOWN = "n/a"
 COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
 PREDICTED = ("predicted ms", "error")
+PROBED = ("", "ms a call", "ns a word", "as Mbit/s", "computing, ns an element")
 
 
-def table_of(setting: dict[str, Any], title: str) -> Table:
-    """Return the rows of one setting as a table."""
+def terminal_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str) -> Table:
+    """Return the cells as a table of rich's."""
     table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns_of(setting)):
+    for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
-    for row in setting["rows"]:
-        table.add_row(*cells_of(row))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -28,8 +30,35 @@ def columns_of(setting: dict[str, Any]) -> tuple[str, ...]:
     return COLUMNS + (PREDICTED if "predicted_s" in setting["rows"][0] else ())
 
 
+def cells_of(row: Row) -> list[str]:
+    """Return the cells of a row."""
+    seconds = row["seconds"]
+    cells = [
+        row["name"],
+        f"{ms(seconds['median'])} ({ms(seconds['min'])}..{ms(seconds['max'])})",
+        *(UNKNOWN if row[x] is None else f"{row[x]['median']:.2f}" for x in ("x_dense", "x_bf16")),
+        *(UNKNOWN if row[by] is None else f"{row[by] / 1e6:.3f}" for by in ("sent_bytes", "record_bytes")),
+    ]
+    if "predicted_s" in row:
+        error = row["error_percent"]
+        cells += [ms(row["predicted_s"]), UNKNOWN if error is None else f"{error:+.0f} %"]
+    return cells
+
+
+def probe_cells(probe: dict[str, Any]) -> list[list[str]]:
+    """Return a row for each collective, and one for the computing of each method."""
+    rows = []
+    for name, alpha_s in probe["alpha_s"].items():
+        beta_s = probe["beta_s_per_word"][name]
+        rows.append([name, ms(alpha_s), f"{1e9 * beta_s:.3g}", f"{32e-6 / beta_s:.0f}" if beta_s else UNKNOWN, ""])
+    for row in probe["computing_s_per_element"]:
+        seconds = UNKNOWN if row["seconds"] is None else f"{1e9 * row['seconds']:.3g}"
+        rows.append([f"{row['method']} {'' if row['density'] is None else row['density']}", "", "", "", seconds])
+    return rows
+
+
 def split_of(row: Row) -> str:
-    """Return where the time of a step goes, by the slowest rank; what its own thread does overlaps backward."""
+    """Return the split of a step's time on the slowest rank; the exchange overlaps backward."""
     parts = {name: ms(seconds) for name, seconds in row["parts_s"].items()}
     text = f"{row['name']}: forward {parts.pop('forward')} ms, backward {parts.pop('backward')}"
     if "wait" not in parts:
@@ -38,53 +67,6 @@ def split_of(row: Row) -> str:
     return text + ", ".join(f"{name} {spent}" for name, spent in parts.items())
 
 
-def cells_of(row: Row) -> list[str]:
-    """Return what the table says of a row."""
-    cells = [
-        row["name"],
-        ms_spread(row["seconds"]),
-        times(row["x_dense"]),
-        times(row["x_bf16"]),
-        megabytes(row["sent_bytes"]),
-        megabytes(row["record_bytes"]),
-    ]
-    return [*cells, ms(row["predicted_s"]), percent(row["error_percent"])] if "predicted_s" in row else cells
-
-
 def ms(seconds: float | None) -> str:
     """Return seconds as milliseconds, to three figures or a whole number of them."""
     return UNKNOWN if seconds is None else f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
-
-
-def ms_spread(seconds: dict[str, float]) -> str:
-    """Return the median and how far the others are from it."""
-    return f"{ms(seconds['median'])} ({ms(seconds['min'])}..{ms(seconds['max'])})"
-
-
-def times(ratio: dict[str, float] | None) -> str:
-    """Return the median of a ratio."""
-    return UNKNOWN if ratio is None else f"{ratio['median']:.2f}"
-
-
-def percent(error: float | None) -> str:
-    """Return a deviation with its sign."""
-    return UNKNOWN if error is None else f"{error:+.0f} %"
-
-
-def probe_table(probe: dict[str, Any], title: str) -> Table:
-    """Return what a call and a word take, by collective, and what each method computes."""
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(("", "ms a call", "ns a word", "as Mbit/s", "computing, ns an element")):
-        table.add_column(column, justify="right" if i else "left")
-    for name, alpha_s in probe["alpha_s"].items():
-        beta_s = probe["beta_s_per_word"][name]
-        table.add_row(name, ms(alpha_s), f"{1e9 * beta_s:.3g}", f"{32e-6 / beta_s:.0f}" if beta_s else UNKNOWN, "")
-    for row in probe["computing_s_per_element"]:
-        seconds = UNKNOWN if row["seconds"] is None else f"{1e9 * row['seconds']:.3g}"
-        table.add_row(f"{row['method']} {'' if row['density'] is None else row['density']}", "", "", "", seconds)
-    return table
-
-
-def megabytes(count: float | None) -> str:
-    """Return bytes in units of a million."""
-    return UNKNOWN if count is None else f"{count / 1e6:.3f}"

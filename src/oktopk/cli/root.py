@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -11,60 +10,34 @@ from typer.core import TyperCommand, TyperGroup
 
 import oktopk
 
-
-def _train() -> Any:
-    from oktopk.train.cli import Train, train
-
-    return command(train, cls=Train)
+COMMANDS = ("train", "data", "bench", "report", "watch", "doctor", "worker")
 
 
-def _worker() -> Any:
-    from oktopk.train.cli import worker
+def load(name: str) -> Any:
+    """Import the command of that name, and return it."""
+    if name == "train":
+        from oktopk.train.cli import Train, train
 
-    return command(worker, hidden=True)
+        return command(train, cls=Train)
+    if name == "worker":
+        from oktopk.train.cli import worker
 
+        return command(worker, hidden=True)
+    if name == "data":
+        from oktopk.train.data.cli import app as data
 
-def _data() -> Any:
-    from oktopk.train.data.cli import app
+        return typer.main.get_command(data)
+    if name == "bench":
+        from oktopk.bench.cli import app as bench
 
-    return typer.main.get_command(app)
+        return typer.main.get_command(bench)
+    if name == "doctor":
+        from oktopk.doctor.cli import doctor
 
+        return command(doctor)
+    from oktopk.report.cli import report, watch
 
-def _bench() -> Any:
-    from oktopk.bench.cli import app
-
-    return typer.main.get_command(app)
-
-
-def _report() -> Any:
-    from oktopk.report.cli import report
-
-    return command(report)
-
-
-def _watch() -> Any:
-    from oktopk.report.cli import watch
-
-    return command(watch)
-
-
-def _doctor() -> Any:
-    from oktopk.doctor.cli import doctor
-
-    return command(doctor)
-
-
-COMMANDS: Mapping[str, Callable[[], Any]] = MappingProxyType(
-    {
-        "train": _train,
-        "data": _data,
-        "bench": _bench,
-        "report": _report,
-        "watch": _watch,
-        "doctor": _doctor,
-        "worker": _worker,
-    }
-)
+    return command(report if name == "report" else watch)
 
 
 def command(function: Callable[..., None], *, cls: type[TyperCommand] = TyperCommand, hidden: bool = False) -> Any:
@@ -85,7 +58,7 @@ class Commands(TyperGroup):
         """Return the command of that name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        found = COMMANDS[cmd_name]()
+        found = load(cmd_name)
         found.name = cmd_name
         return found
 

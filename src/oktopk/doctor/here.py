@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import oktopk
 from oktopk.algorithms import OkTopk, OkTopkPaper
-from oktopk.bench.processes import num_cores
-from oktopk.bench.provenance import processor
+from oktopk.bench.machine import num_cores, processor
 from oktopk.cuda.step import LEAST_TRITON, supports_device_step
 from oktopk.doctor.finding import NOTE, OK, Finding
 from oktopk.kernels import WORTH_COMPILING, kernels_for

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oktopk.algorithms import OkTopk
 from oktopk.bench.gradients import heavy_tailed
-from oktopk.bench.threads import torch_threads
+from oktopk.bench.machine import torch_threads
 from oktopk.cuda.reference import Found, room_for
 from oktopk.cuda.step import supports_device_step
 from oktopk.doctor.finding import NOTE, OK, Finding, raising_is_failing
