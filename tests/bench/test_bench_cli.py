@@ -38,10 +38,10 @@ def invoke(*words: Any) -> Any:
     return CliRunner().invoke(app, ["bench", *map(str, words)])
 
 
-def results(*words: Any) -> dict[str, Any]:
-    done = invoke(*words, "--json")
+def results(out: Path, *words: Any) -> dict[str, Any]:
+    done = invoke(*words, "--out", out)
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads((out / report.JSON).read_text())
     return found
 
 
@@ -68,9 +68,9 @@ def check_rows(setting: dict[str, Any], names: list[str], rounds: int) -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lab")
 @pytest.mark.slow
-def test_an_exchange_over_the_loopback_by_every_method() -> None:
+def test_an_exchange_over_the_loopback_by_every_method(tmp_path: Path) -> None:
     words = ["--numel", NUMEL, "--ranks", 2, "--rounds", 2, "--methods", "all"]
-    result = results("exchange", *words)
+    result = results(tmp_path, "exchange", *words)
     (setting,) = result["settings"]
     check_rows(setting, list(METHODS), rounds=2)
     check_probe(setting["probe"], set(METHODS))
@@ -108,9 +108,9 @@ def test_an_exchange_in_the_lab_leaves_files_and_counts_bytes(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lab")
-def test_a_step_of_a_model_of_ones_own() -> None:
+def test_a_step_of_a_model_of_ones_own(tmp_path: Path) -> None:
     words = ["--model", "examples.bench_factory:make", "--ranks", 2, "--rounds", 2]
-    result = results("step", *words, "--methods", "dense,bf16,fp16,powersgd-1,topka,oktopk")
+    result = results(tmp_path, "step", *words, "--methods", "dense,bf16,fp16,powersgd-1,topka,oktopk")
     (setting,) = result["settings"]
     check_rows(setting, ["no exchange", "dense", "bf16", "fp16", "powersgd-1", "topka", "oktopk"], rounds=2)
     rows = {row["name"]: row for row in setting["rows"]}
@@ -137,10 +137,12 @@ def test_a_step_in_the_lab_shows_its_split_and_ends_in_time(monkeypatch: pytest.
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_lab")
-def test_a_probe_by_itself() -> None:
+def test_a_probe_by_itself(tmp_path: Path) -> None:
     words = ["--numel", NUMEL, "--ranks", 2, "--methods", "dense,bf16,topka"]
-    check_probe(results("probe", *words)["settings"][0]["probe"], {"dense", "bf16", "topka"})
-    assert "all_reduce bfloat16" in invoke("probe", *words).stdout
+    done = invoke("probe", *words, "--out", tmp_path)
+    assert "all_reduce bfloat16" in done.stdout
+    probed = json.loads((tmp_path / report.JSON).read_text())["settings"][0]["probe"]
+    check_probe(probed, {"dense", "bf16", "topka"})
 
 
 def check_probe(probe: dict[str, Any], methods: set[str]) -> None:
@@ -169,7 +171,7 @@ def test_help_names_the_methods(command: str) -> None:
         (["exchange", "--mbit", "-1"], "--mbit must be at least 0"),
         (["exchange", "--ranks", "1"], "--ranks must be at least 2"),
         (["exchange", "--density", "2"], "--density must be above 0 and at most 1"),
-        (["exchange", "--loss", "1"], "--loss must be at least 0 and at most 0.5"),
+        (["exchange", "--delay-ms", "-1"], "--delay-ms must be at least 0"),
         (["step", "--model", "lstm"], "Did you mean 'lstman4'"),
         (["step", "--model", "no.such:thing"], "cannot find the model no.such:thing"),
     ],

@@ -60,7 +60,7 @@ def no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_lab")
 @pytest.mark.parametrize("mbit", [None, [0.0]])
 def test_without_a_lab_it_is_the_loopback_and_says_so(mbit: list[float] | None) -> None:
-    chosen, (note,) = make_settings([2, 4], mbit, 0.0, 0.0)
+    chosen, (note,) = make_settings([2, 4], mbit, 0.0)
     assert chosen == [Setting(2, None), Setting(4, None)]
     assert "loopback" in note
     assert "use sudo" in note
@@ -68,19 +68,16 @@ def test_without_a_lab_it_is_the_loopback_and_says_so(mbit: list[float] | None) 
 
 @pytest.mark.usefixtures("no_lab")
 @pytest.mark.parametrize(
-    ("mbit", "delay_ms", "loss", "wanted"),
-    [([100.0, 0.0], 0.0, 0.0, "links of 100 Mbit/s"), ([0.0], 5.0, 0.0, "delay"), (None, 0.0, 0.1, "loss")],
+    ("mbit", "delay_ms", "wanted"), [([100.0, 0.0], 0.0, "links of 100 Mbit/s"), ([0.0], 5.0, "delay")]
 )
-def test_without_a_lab_no_other_network_can_be_had(
-    mbit: list[float] | None, delay_ms: float, loss: float, wanted: str
-) -> None:
+def test_without_a_lab_no_other_network_can_be_had(mbit: list[float] | None, delay_ms: float, wanted: str) -> None:
     with pytest.raises(SettingError, match=f"wanted {wanted}, but .* use sudo; --mbit 0"):
-        make_settings([2], mbit, delay_ms, loss)
+        make_settings([2], mbit, delay_ms)
 
 
 def test_a_setting_says_what_it_is() -> None:
     assert str(Setting(4, 100.0)) == "P = 4, 100 Mbit/s"
-    assert str(Setting(2, 0.0, delay_ms=5.0, loss=0.001)) == "P = 2, unlimited link, 5 ms away, 0.10% lost"
+    assert str(Setting(2, 0.0, delay_ms=5.0)) == "P = 2, unlimited link, 5 ms away"
 
 
 def _batch(size: int, seed: int) -> Any:

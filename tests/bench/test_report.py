@@ -43,7 +43,6 @@ def result_of(bench: str) -> dict[str, Any]:
             "ranks": ranks,
             "mbit": mbit,
             "delay_ms": 0.0,
-            "loss": 0.0,
             "rounds": 1,
             "rows": [row(*entry, seconds=ranks * (i + 1) / 10) for i, entry in enumerate(ROWS)],
         }

@@ -25,7 +25,7 @@ def told(run: object) -> str:
 
 
 def test_one_look(tmp_path: Path) -> None:
-    invoked = CliRunner().invoke(app, ["watch", str(write_run(tmp_path / "mine", RECORDS)), "--once"])
+    invoked = CliRunner().invoke(app, ["watch", str(write_run(tmp_path / "mine", RECORDS))])
     assert invoked.exit_code == 0, invoked.output
     steps = [record for record in RECORDS if record["kind"] == "step"]
     assert "mine: ended" in invoked.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -35,20 +34,19 @@ PLAIN_WIDTH = 120
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
+    add_completion=False,
     help="Measure the cost of each method of exchange, side by side, on networks of any speed.\n\n"
     "Each rank is a host of its own inside this machine, with links of the speed you name: that needs Linux and root. "
     "Without, everything goes over the loopback.",
 )
 
 Ranks = Annotated[str, typer.Option(help="Ranks, each a host of its own: a number, or several: 2,4.")]
-Mbit = Annotated[str, typer.Option(help="Mbit/s of each link, each way: a number, or several. 0: unlimited.")]
+Mbit = Annotated[str, typer.Option(help="Mbit/s of each link: a number, or several: 100,1000. 0: unlimited.")]
 Delay = Annotated[float, typer.Option("--delay-ms", help="Milliseconds of a packet from host to host, one way.")]
-Loss = Annotated[float, typer.Option(help="The share of packets that get lost: 0.001 is 0.1 %.")]
 Density = Annotated[str, typer.Option(help="The part of the gradient that a sparse method sends: 0.01 or 0.01,0.02.")]
 Methods = Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; or groups: {', '.join(GROUPS)}.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count.")]
-Out = Annotated[Path | None, typer.Option(help="Leave JSON, CSV, plots and a page (index.html) in this folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object, and nothing else.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for results.json, results.csv, plots and index.html.")]
 Numel = Annotated[int, typer.Option(min=1, help="Elements of the gradient.")]
 Work = Callable[[Setting, list[Entry], Progress], dict[str, Any]]
 
@@ -60,11 +58,9 @@ def exchange(
     ranks: Ranks = "4",
     mbit: Mbit = "",
     delay_ms: Delay = 0.0,
-    loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
     out: Out = None,
-    json_: Json = False,
 ) -> None:
     """Time one exchange of a flat gradient, by each method in turn.
 
@@ -82,8 +78,8 @@ def exchange(
         return {**measured, "probe": forecast.to_json()}
 
     with exit_on_error():
-        network = _network(ranks, mbit, delay_ms, loss)
-        _run({"bench": "exchange", "numel": numel}, density, methods, network, work, out, json_)
+        network = _network(ranks, mbit, delay_ms)
+        _run({"bench": "exchange", "numel": numel}, density, methods, network, work, out)
 
 
 @app.command()
@@ -96,11 +92,9 @@ def step(
     ranks: Ranks = "4",
     mbit: Mbit = "",
     delay_ms: Delay = 0.0,
-    loss: Loss = 0.0,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
     out: Out = None,
-    json_: Json = False,
 ) -> None:
     """Time a whole DDP step of a model, forward, backward and exchange, by each method in turn.
 
@@ -117,9 +111,9 @@ def step(
         return measure(time_step, (model, batch), [BOUND, *entries], setting, rounds, progress)
 
     with exit_on_error():
-        network = _network(ranks, mbit, delay_ms, loss)
+        network = _network(ranks, mbit, delay_ms)
         about = {"bench": "step", "model": model, "batch": batch, "numel": check_model(model, batch)}
-        _run(about, density, methods, network, work, out, json_)
+        _run(about, density, methods, network, work, out)
 
 
 @app.command("probe")
@@ -129,9 +123,8 @@ def probe_command(
     ranks: Ranks = "4",
     mbit: Mbit = "",
     delay_ms: Delay = 0.0,
-    loss: Loss = 0.0,
     methods: Methods = DEFAULT,
-    json_: Json = False,
+    out: Out = None,
 ) -> None:
     """Measure the seconds of a call, of a word and of the computing, from which an exchange is predicted.
 
@@ -142,8 +135,8 @@ def probe_command(
         return {**asdict(setting), "probe": probe(numel, entries, setting, progress).to_json()}
 
     with exit_on_error():
-        network = _network(ranks, mbit, delay_ms, loss)
-        _run({"bench": "probe", "numel": numel}, density, methods, network, work, None, json_)
+        network = _network(ranks, mbit, delay_ms)
+        _run({"bench": "probe", "numel": numel}, density, methods, network, work, out)
 
 
 def _run(
@@ -153,7 +146,6 @@ def _run(
     network: tuple[list[Setting], list[str]],
     work: Work,
     out: Path | None,
-    as_json: bool,
 ) -> None:
     """Do the work in every setting, and show or write its results."""
     densities = _numbers("density", density, 0, 1, open_low=True)
@@ -169,12 +161,9 @@ def _run(
                 report.write_json(result, out)  # a later setting may fail
     if about["bench"] != "probe":
         result["pays"] = verdicts_of(result["settings"])
-    if out is not None:
-        report.write_report(result, out)
-    if as_json:
-        typer.echo(json.dumps(result, allow_nan=False))
-    else:
-        _show(result, out)
+        if out is not None:
+            report.write_report(result, out)
+    _show(result, out)
 
 
 def _show(result: dict[str, Any], out: Path | None) -> None:
@@ -195,12 +184,12 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
     for sentence in sentences_of(result.get("pays", ())):
         console.print(escape(sentence))
     if out is not None:
-        console.print(f"wrote {escape(str(out / report.PAGE))}, with plots")
+        console.print(f"wrote {escape(str(out / (report.JSON if result['bench'] == 'probe' else report.PAGE)))}")
 
 
-def _network(ranks: str, mbit: str, delay_ms: float, loss: float) -> tuple[list[Setting], list[str]]:
+def _network(ranks: str, mbit: str, delay_ms: float) -> tuple[list[Setting], list[str]]:
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
-    return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms, loss)
+    return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms)
 
 
 def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> list[float]:

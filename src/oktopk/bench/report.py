@@ -50,7 +50,7 @@ def _csv_row(setting: dict[str, Any], row: Row, result: dict[str, Any]) -> dict[
     return {
         **{name: result.get(name) for name in ("bench", "model", "numel")},
         "link": link_name(setting["mbit"]),
-        **{name: setting[name] for name in ("ranks", "mbit", "delay_ms", "loss", "rounds")},
+        **{name: setting[name] for name in ("ranks", "mbit", "delay_ms", "rounds")},
         **{name: row[name] for name in ("method", "density")},
         **{f"{key}_s": value for key, value in row["seconds"].items()},
         **{rival: row[rival] and row[rival]["median"] for rival in ("x_dense", "x_bf16")},

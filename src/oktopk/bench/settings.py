@@ -10,8 +10,6 @@ from oktopk.bench.netlab import LabError, check_possible
 from oktopk.errors import SettingError, within
 
 DEFAULT_MBIT = 1000.0
-MOST_LOSS = 0.5
-"""Largest share of lost packets, because beyond it no connection lasts."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +18,11 @@ class Setting:
 
     mbit        speed of each link (0: unlimited; None: the loopback, without a lab)
     delay_ms    milliseconds that a packet takes, one way
-    loss        share of the packets that get lost
     """
 
     ranks: int
     mbit: float | None
     delay_ms: float = 0.0
-    loss: float = 0.0
 
     @classmethod
     def of(cls, measured: Mapping[str, Any]) -> Setting:
@@ -34,27 +30,25 @@ class Setting:
         return cls(**{field.name: measured[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
-        delay = f", {self.delay_ms:g} ms away" if self.delay_ms else ""
-        return f"P = {self.ranks}, {link_name(self.mbit)}{delay}" + (f", {self.loss:.2%} lost" if self.loss else "")
+        return f"P = {self.ranks}, {link_name(self.mbit)}" + (f", {self.delay_ms:g} ms away" if self.delay_ms else "")
 
 
 def make_settings(
-    ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float, loss: float
+    ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float
 ) -> tuple[list[Setting], list[str]]:
     """Return a setting for each number of ranks and each link, and notes for the user."""
     within("--delay-ms", delay_ms, 0)
-    within("--loss", loss, 0, MOST_LOSS)
     try:
         check_possible()
     except LabError as error:
         shaped = [f"links of {link:g} Mbit/s" for link in mbit or () if link]
-        wanted = [*shaped, *(["delay"] if delay_ms else []), *(["loss"] if loss else [])]
+        wanted = [*shaped, *(["delay"] if delay_ms else [])]
         if wanted:
             advice = "--mbit 0 alone measures over the loopback"
             raise SettingError(f"wanted {', '.join(wanted)}, but {error}; {advice}") from None
         note = f"over the loopback of this machine, and no bytes counted by an interface: {error}"
         return [Setting(size, None) for size in ranks], [note]
-    return [Setting(size, link, delay_ms, loss) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
+    return [Setting(size, link, delay_ms) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
 
 
 def link_name(mbit: float | None) -> str:

@@ -56,9 +56,8 @@ def measure(
 
 def in_setting(setting: Setting, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Return the result of `work(*args)` on each rank of the setting."""
-    mbit, delay_ms, loss = setting.mbit, setting.delay_ms, setting.loss
     try:
-        return run_processes(work, setting.ranks, *args, mbit=mbit, delay_ms=delay_ms, loss=loss)
+        return run_processes(work, setting.ranks, *args, mbit=setting.mbit, delay_ms=setting.delay_ms)
     except LabError as error:
         raise SettingError(f"no network for {setting}: {error}") from error
 

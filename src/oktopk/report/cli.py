@@ -14,7 +14,7 @@ from oktopk.errors import SettingError
 from oktopk.report import page
 from oktopk.report.report import as_json, make_report, write_csv
 from oktopk.report.text import print_report
-from oktopk.report.watch import EVERY_S, follow
+from oktopk.report.watch import follow
 from oktopk.telemetry.run import Run, load_run
 
 PAGE = "report.html"
@@ -60,12 +60,10 @@ def report(
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its metrics.jsonl.")],
-    every: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="Between two looks.")] = EVERY_S,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and leave.")] = False,
 ) -> None:
     """Follow a run in this terminal until it ends; Ctrl-C leaves it to itself."""
     with exit_on_error():
-        follow(run, Console(), every, once)
+        follow(run, Console())
 
 
 def named_apart(runs: list[Run]) -> list[Run]:

@@ -53,12 +53,9 @@ class Watched:
         return self.run
 
 
-def follow(path: Path, out: Console, every_s: float = EVERY_S, once: bool = False) -> Run:
+def follow(path: Path, out: Console, every_s: float = EVERY_S) -> Run:
     """Show the run until it ends, or its reader has seen enough; return it."""
     watched = Watched(path)
-    if once:
-        out.print(view(watched.look()))
-        return watched.run
     looking = Live(view(watched.look()), console=out, refresh_per_second=4)
     with looking as live, suppress(KeyboardInterrupt):  # which is how its reader says so
         while watched.run.last_event not in ENDS:

@@ -53,10 +53,10 @@ def test_check_names_each_bad_file_and_sums_up_good_ones(tmp_path: Path) -> None
 
 
 def test_synth_makes_and_then_keeps(tmp_path: Path) -> None:
-    arguments = ("synth-an4", "--out", tmp_path / "s", "--utterances", 2, "--val", 1, "--grammar", "commands")
+    arguments = ("synth-an4", "--out", tmp_path / "s", "--utterances", 2, "--grammar", "commands")
     first, second = call(*arguments), call(*arguments)
     assert (first.exit_code, second.exit_code) == (0, 0)
-    assert first.stdout.startswith(f"2 + 1 utterances in {tmp_path / 's'}, made\n")
+    assert first.stdout.startswith(f"2 + 16 utterances in {tmp_path / 's'}, made\n")
     assert "nothing to do" in second.stdout
     assert call("check", tmp_path / "s" / TRAIN_MANIFEST).exit_code == 0
 

@@ -17,6 +17,7 @@ from oktopk.train.data.synth import make_speech
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Make, import and check the speech that oktopk train reads.\n\n"
@@ -84,12 +85,9 @@ def check(
 @app.command("synth-an4")
 def synth_an4(
     out: Out,
-    utterances: Annotated[int, typer.Option(min=1, help="Utterances to train on; AN4 has 948.")] = 948,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
-    val: Annotated[
-        int | None, typer.Option(min=1, help="Utterances to validate with, by other voices; an eighth, at least 16.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Speakers at a time; one for each core.")] = None,
+    utterances: Annotated[
+        int, typer.Option(min=1, help="Utterances to train on. An eighth as many, at least 16, validate.")
+    ] = 948,
     grammar: Annotated[
         Grammar, typer.Option(help="an4: spelled names, numbers, dates, commands. commands: digits and commands only.")
     ] = "an4",
@@ -98,10 +96,10 @@ def synth_an4(
 
     Needs: pip install "oktopk[synth]". Speech of the same settings that is in DIR is kept.
 
-    Example: oktopk data synth-an4 --out data/synth --grammar commands --utterances 256 --val 64
+    Example: oktopk data synth-an4 --out data/synth --grammar commands --utterances 256
     """
     with exit_on_error():
-        made = make_speech(out, utterances, seed, val, jobs, grammar)
+        made = make_speech(out, utterances, grammar=grammar)
     how = "there already, the same settings: nothing to do" if made.cached else "made"
     typer.echo(f"{made.utterances} + {made.val_utterances} utterances in {out}, {how}")
     typer.echo(f"next: oktopk train --dataset an4 --data-dir {out}")
