@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -16,6 +16,7 @@ from torch import Tensor
 from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, StepRecord, TopkA, TopkDSA
 from oktopk.codec.values import WIRES
 from oktopk.cuda.graphs import Graphs
+from oktopk.ddp.engine import Bucket, Engine
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -244,4 +245,18 @@ def device_step(supported: Callable[..., bool] = lambda algorithm, *_: isinstanc
 def broken_readback(message: str) -> Iterator[None]:
     """Let the host fail when it reads the stats of a device step."""
     with mock.patch("oktopk.steps.readback.Readback.read", side_effect=RuntimeError(message)):
+        yield
+
+
+@contextmanager
+def before_release(work: Callable[[Tensor], None]) -> Iterator[None]:
+    """Do `work` with every bucket's buffer, on the exchange's stream, after a step and before backward() goes on."""
+    release = Engine._release_backward
+
+    def late(engine: Engine, buckets: Sequence[Bucket], error: Any) -> None:
+        for bucket in buckets:
+            work(bucket.buffer)
+        release(engine, buckets, error)
+
+    with mock.patch.object(Engine, "_release_backward", late):
         yield

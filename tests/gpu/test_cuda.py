@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oktopk
 from oktopk.cuda.step import supports_device_step
-from tests.cases import device_step
+from tests.cases import before_release, device_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 
@@ -182,16 +182,13 @@ def check_backward_waits_for_the_exchange(device: str) -> None:
     net = nn.Linear(400, 400).to(device)
     model = DistributedDataParallel(net, device_ids=[torch.device(device).index])
     handle = oktopk.attach(model, "oktopk", dense_steps=10, timeout=30)
-    end = handle._engine._end
 
-    def end_late(step: Any) -> None:
-        torch.cuda._sleep(1_000_000_000)  # about half a second, on the exchange's stream
-        for bucket in step.buckets:
-            bucket.buffer.fill_(7.0)
-        end(step)
+    def finish_late(buffer: Tensor) -> None:
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        buffer.fill_(7.0)
 
-    handle._engine._end = end_late
-    model(torch.ones(4, 400, device=device)).sum().backward()
+    with before_release(finish_late):
+        model(torch.ones(4, 400, device=device)).sum().backward()
     assert all(bool((parameter.grad == 7.0).all()) for parameter in net.parameters())
     handle.detach()
 
