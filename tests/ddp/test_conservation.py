@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
+from oktopk import OkTopk, OkTopkPaper, TopkA
+from tests.cases import COVER, algorithms
 from tests.ddp.harness import (
     Books,
     Net,
@@ -142,20 +143,6 @@ def test_a_dense_step_flushes_what_was_held_back(worlds: Worlds) -> None:
         assert all(not bool(tensor.any()) for tensor in after.residual.values())
 
 
-PERIODS = {"repartition_every": 8, "rethreshold_every": 4}
-ALGORITHMS = {
-    "bounded": OkTopk(density=0.02, wire="bf16"),
-    "bounded scaled": OkTopk(density=0.02, ranking="scaled", rescale_every=8),
-    "paper": OkTopkPaper(density=0.02, **PERIODS),
-    "paper scaled": OkTopkPaper(density=0.02, ranking="scaled", wire="bf16", **PERIODS),
-    "topka": TopkA(density=0.02),
-    "topkdsa": TopkDSA(density=0.02),
-    "gtopk": GTopk(density=0.02),
-    "gaussiank": GaussianK(density=0.02),
-    "dense": Dense(),
-}
-
-
 def train(algorithm: Any, steps: int) -> Books:
     trainer = Trainer(net := Net(), Books(net), algorithm, bucket_cap_mb=0.01, dense_steps=2)
     for step in range(steps):
@@ -166,7 +153,8 @@ def train(algorithm: Any, steps: int) -> Books:
 
 @pytest.mark.parametrize(("size", "steps"), [(2, 12), pytest.param(3, 60, marks=pytest.mark.slow)])
 def test_no_algorithm_loses_anything(worlds: Worlds, size: int, steps: int) -> None:
-    cases = {name: (algorithm, steps) for name, algorithm in ALGORITHMS.items()}
+    made = algorithms(0.02, repartition_every=8, rethreshold_every=4)
+    cases = {name: (made[name], steps) for name in (*COVER, "oktopk-bounded-scaled-bf16")}
     for name, by_rank in worlds.run_all(size, train, cases).items():
         check_balance(by_rank, held=name != "dense")
 

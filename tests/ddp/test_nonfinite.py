@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
+from oktopk import Dense, OkTopk, TopkA
+from tests.cases import COVER, algorithms
 from tests.ddp.harness import (
     Net,
     Raised,
@@ -116,20 +117,11 @@ ACCIDENTS = {
     },
     "clip": Accident(settings={"clip": 0.01}),
 }
-ALGORITHMS = {
-    "paper": OkTopkPaper(density=0.05),
-    "scaled": OkTopk(density=0.05, ranking="scaled"),
-    "topka": TopkA(density=0.05),
-    "topkdsa": TopkDSA(density=0.05),
-    "gtopk": GTopk(density=0.05),
-    "gaussiank": GaussianK(density=0.05),
-    "dense": Dense(),
-}
 
 
 @pytest.mark.parametrize(
     ("size", "accidents"),
-    [(2, ACCIDENTS), (3, {name: Accident(rank=2, algorithm=each) for name, each in ALGORITHMS.items()})],
+    [(2, ACCIDENTS), (3, {name: Accident(rank=2, algorithm=algorithms(0.05)[name]) for name in COVER})],
     ids=["accidents", "algorithms"],
 )
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -581,16 +582,7 @@ def freeze(attaching: bool, before: bool, unfreezes: bool, options: dict[str, An
     return steps
 
 
-FREEZING = {
-    f"{'before attach' if before else 'between steps'}, {'unfreezes' if unfreezes else 'freezes'}, {options}": (
-        before,
-        unfreezes,
-        options,
-    )
-    for before in (True, False)
-    for unfreezes in (True, False)
-    for options in ({}, UNUSED)
-}
+FREEZING = {str(case): case for case in itertools.product((True, False), (True, False), ({}, UNUSED))}
 
 
 def freeze_both_ways(*case: Any) -> tuple[list[Any], list[Any]]:

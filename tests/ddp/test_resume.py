@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from oktopk import GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA, load_distributed, save_distributed
+from oktopk import OkTopk, OkTopkPaper, TopkA, load_distributed, save_distributed
+from tests.cases import COVER, algorithms
 from tests.ddp.harness import (
     Net,
     Raised,
@@ -98,14 +99,9 @@ RUNS = {
     "unused": Run(OkTopk(density=0.05), unused=True),
 }
 MORE_RUNS = {
-    "bounded scaled bf16": Run(OkTopk(density=0.05, ranking="scaled", wire="bf16", rescale_every=5)),
-    "paper scaled": Run(OkTopkPaper(density=0.05, ranking="scaled", **PERIODS)),
     "clip": Run(OkTopk(density=0.05), {"clip": 0.1}),
     "schedule": Run(OkTopk(density=0.01), {"density_schedule": [(3, 0.25), (3, 0.1)]}),
-    "topka": Run(TopkA(density=0.05)),
-    "topkdsa": Run(TopkDSA(density=0.05)),
-    "gtopk": Run(GTopk(density=0.05)),
-    "gaussiank": Run(GaussianK(density=0.05)),
+    **{name: Run(algorithms(0.05, **PERIODS)[name]) for name in (*COVER, "oktopk-bounded-scaled-bf16")},
 }
 
 
