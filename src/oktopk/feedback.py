@@ -1,4 +1,4 @@
-"""Error feedback: what was not delivered is kept and added to the next gradient, so that nothing is ever lost."""
+"""Error feedback: the undelivered part of a gradient is added to the next one, so that nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERYTHING = slice(None)
 
 
 class Residual:
-    """One rank's undelivered gradient, in two buffers: what is held, and the step being made of it.
+    """One rank's undelivered gradient, in two buffers: the current residual, and the step being made of it.
 
     A step is `accumulate_`, `retain_`, `commit_`. Until `commit_` the held residual is untouched, bit for bit, so that
     a step that fails anywhere is undone by not committing it.
@@ -84,7 +84,7 @@ class Residual:
                 acc += part
 
     def commit_(self) -> None:
-        """Make what `retain_` left the residual that is held."""
+        """Make the step's remainder the current residual."""
         self.held, self._acc = self._acc, self.held
 
 

@@ -1,10 +1,10 @@
-"""What an algorithm is, and what all of them share.
+"""`Algorithm`: the base class of all algorithms, its results, and the pieces that several of them share.
 
     init(numel, comm)         -> state      once for each vector length; plain data, saved in checkpoints
     reduce(acc, state, comm)  -> Reduced    once a step, on all ranks
 
-Error feedback is one rule for all: residual = acc with `taken` replaced by what was `kept` of it (zero, unless the wire
-rounds), plus what was `returned`. Then, element by element,
+Error feedback is one rule for all: residual = acc with `taken` replaced by `kept` (zero, unless the wire rounds), plus
+`returned`. Then, element by element,
 
     sum over ranks of acc  =  sum  +  sum over ranks of residual
 
@@ -40,11 +40,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a step delivered, and what of it was this rank's.
+    """The result of a step.
 
-    `sum` has the same bits on every rank. `taken` says where this rank's acc is inside it: indices, a mask, or a slice.
-    Of that, `kept` (by place) stays in this rank's residual, since rounding kept it out of the sum; `returned` is
-    added to it: what a merge, or rounding a sum, kept out. The rest is for the record.
+    sum         the delivered sum, with the same bits on every rank
+    taken       the part of this rank's acc that is inside it: indices, a mask, or a slice
+    kept        the rounding error of the taken values, by place: it stays in this rank's residual
+    returned    values that a merge, or rounding a sum, left out: they are added to this rank's residual
+
+    The other fields are for the record.
     """
 
     sum: Sparse | Tensor
@@ -56,7 +59,7 @@ class Reduced:
     kept: Tensor | None = None
 
     def num_selected(self, numel: int) -> int:
-        """Return how many elements this rank chose, as the algorithm says, or as what was taken tells."""
+        """Return the number of elements that this rank selected; if the algorithm does not say, of those taken."""
         if self.selected is not None:
             return self.selected
         if isinstance(self.taken, slice):
@@ -66,9 +69,9 @@ class Reduced:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a reduction did, in numbers: for its record.
+    """The numbers of a reduction, for its record.
 
-    `pairs` is how many were delivered, None if all elements were; `owners` how many of them lie in each rank's region.
+    `pairs` counts the delivered pairs, None if every element was delivered. `owners` counts them by rank's region.
     """
 
     selected: int
@@ -80,7 +83,7 @@ class StepStats:
 
     @staticmethod
     def of(reduced: Reduced, numel: int, state: Any) -> StepStats:
-        """Count what was delivered of a vector of `numel`, and what was in between the state's cuts, if it has any."""
+        """Count the delivered elements of a vector of `numel`, also between the state's cuts, if it has any."""
         pairs, owners, cuts = None, (), getattr(state, "cuts", None)
         if isinstance(reduced.sum, Sparse):
             pairs = reduced.sum.nnz
@@ -92,7 +95,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What an algorithm may be told of a step beside acc.
+    """Further inputs of a step, beside acc.
 
     status       this rank's `InputStatus`
     prefilter    the large elements of acc, as its `prefilter` asked for them
@@ -224,7 +227,7 @@ class Sparsifier(Algorithm):
 
 @dataclass
 class OkTopkState(State):
-    """What Ok-Topk keeps: where the regions are cut, what "large" means, the thresholds in use."""
+    """The state of Ok-Topk: the cuts of the regions, the ranking, the thresholds in use."""
 
     cuts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
     ranking: Ranking = field(default_factory=lambda: Ranking.by_magnitude(0))
@@ -289,23 +292,23 @@ class InputStatus:
 
     @staticmethod
     def of(reason: int, detail: int = 0) -> int:
-        """Return the verdict as a number."""
+        """Return the status as a number."""
         return reason + 4 * detail
 
     @staticmethod
     def on(first_bad: int) -> int:
-        """Return the verdict on a vector whose first NaN or Inf is at this index; -1: there is none."""
+        """Return the status of a vector whose first NaN or Inf is at this index; -1: there is none."""
         return InputStatus.FINE if first_bad < 0 else InputStatus.of(InputStatus.NON_FINITE, first_bad)
 
     @staticmethod
     def gather(status: int, device: torch.device, comm: Comm) -> list[int]:
-        """Return every rank's verdict."""
+        """Return every rank's status."""
         with comm.phase("agree"):
             return [int(v) for v in comm.all_gather(torch.tensor([status], device=device)).view(-1).tolist()]
 
     @staticmethod
     def detail(status: int) -> int:
-        """Return what a verdict says beside its reason."""
+        """Return the detail that a status carries."""
         return status // 4
 
     @staticmethod
@@ -334,16 +337,13 @@ def num_wanted(state: State, density: float) -> int:
 
 
 def fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
-    """Return as much of the part as there is room for: the largest, and equals in turn."""
+    """Return the part cut to `capacity` pairs: the largest, with ties broken in turn."""
     if part.nnz <= capacity:
         return part
     return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
 
 
 def taken_of(sent: Tensor, lost: Tensor | None, delivered: Sparse) -> tuple[Tensor, Tensor | None]:
-    """Return what of the `sent` indices was delivered, locally selected and globally selected; and what of it was lost.
-
-    `lost` is what rounding took from what was sent.
-    """
+    """Return the `sent` indices that were delivered, and their rounding errors; `lost` has those of all sent values."""
     places = delivered.shared(sent)
     return sent.index_select(0, places), None if lost is None else lost.index_select(0, places)

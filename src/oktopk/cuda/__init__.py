@@ -1,1 +1,1 @@
-"""Steps that stay on a GPU: kernels, CUDA graphs, and what is read back."""
+"""The device step: its kernels, CUDA graphs and events."""

@@ -1,4 +1,4 @@
-"""Moments in the work of a GPU, for other threads and streams to wait for."""
+"""CUDA events, for other threads and streams to wait for."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import torch
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """Return the moment when all that this thread has asked of the GPU's current stream is done; None on a CPU.
+    """Return an event recorded on the current stream of `device`; None on a CPU.
 
-    torch.cuda has events of its own, which take ten times as long to find out which stream that is.
+    `torch.cuda.Event` takes ten times as long to look up that stream.
     """
     if device.type != "cuda":
         return None
-    now = torch.Event(device)
-    record_event_(device, now)
-    return now
+    event = torch.Event(device)
+    record_event_(device, event)
+    return event
 
 
-def record_event_(device: torch.device, moment: torch.Event) -> None:
-    """Make it the moment when all that this thread has asked of the GPU's current stream is done."""
+def record_event_(device: torch.device, event: torch.Event) -> None:
+    """Record `event` on the current stream of `device`."""
     if device.index == torch.cuda.current_device():
-        moment.record()
+        event.record()
     else:  # which asks the current device
-        moment.record(torch.cuda.current_stream(device))
+        event.record(torch.cuda.current_stream(device))
 
 
-def wait_event(device: torch.device, moment: torch.Event | None) -> None:
-    """Let what this thread asks of the GPU's current stream from now on begin after that moment, if there is one."""
-    if moment is None:
+def wait_event(device: torch.device, event: torch.Event | None) -> None:
+    """Make the current stream of `device` wait for `event`, if there is one."""
+    if event is None:
         return
     if device.index == torch.cuda.current_device():
-        moment.wait()
+        event.wait()
     else:
-        moment.wait(torch.cuda.current_stream(device))
+        event.wait(torch.cuda.current_stream(device))

@@ -1,4 +1,4 @@
-"""`Graphs`: launches that are the same every time, as CUDA graphs: the host makes one call instead of a dozen."""
+"""`Graphs`: repeated launches as CUDA graphs, so that the host makes one call instead of a dozen."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from oktopk.errors import SettingError
 
 MOST = 8
-"""Places at which tensors are remembered; whoever comes with new ones every time launches as ever."""
+"""Sets of addresses that are remembered; a caller with new tensors every time launches without a graph."""
 
 
 class Graphs:
-    """What some kinds of work launched, by where the tensors lie that they were given. All else lies where it lay."""
+    """Captured CUDA graphs, keyed by kind and the addresses of the tensor arguments."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
         self._wanted: dict[tuple[Hashable, ...], tuple[Callable[..., None], tuple[Tensor, ...]]] = {}
 
     def run(self, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
-        """Do `work(*tensors)`: by what it launched, if that was captured, with tensors in the same places."""
+        """Run `work(*tensors)`, or replay its graph if it was captured with tensors at the same addresses."""
         if not tensors[0].is_cuda:
             work(*tensors)
             return
@@ -40,7 +40,7 @@ class Graphs:
             self._made[places] = None
 
     def capture(self) -> None:
-        """Capture what was done twice at the same places, without doing it.
+        """Capture the work that ran twice at the same addresses, without running it.
 
         Not while backward runs: torch lets no thread draw random numbers on the GPU meanwhile, and a recomputed forward
         may have to.

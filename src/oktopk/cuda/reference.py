@@ -1,9 +1,9 @@
-"""The kernels of a step that never leaves the device, in plain torch: what each means, and the oracle of the fast ones.
+"""The kernels of the device step in plain torch: the meaning of each, and the oracle of the Triton ones.
 
-All shapes are known beforehand; what depends on the data, counts among them, stays in tensors and is never asked for.
-A vector is cut into tiles of `TILE` elements. What is large in a tile lies in that tile's slots, in the order of the
-indices, as far as there is room; so places in a message follow from sums over counts, and are the same in every run.
-Where more wants room than there is, the largest have it; `turn`, the number of the step, says who of equals has it.
+All shapes are known beforehand. Counts and other data-dependent numbers stay in tensors, and the host never reads them.
+A vector is cut into tiles of `TILE` elements. A tile's slots hold its large elements in the order of their indices, so
+that positions in a message follow from sums over counts and are the same in every run. Where slots are short, the
+largest elements get them; among equals `turn`, the number of the step, decides.
 
     words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf, or if `refuse_malformed` refused it
                         2, 3 how many pairs its rank wanted to send
@@ -23,7 +23,7 @@ from oktopk.kernels.scales import running, scales_of
 TILE = 1024
 HEADER_WORDS = 4
 LEAST_ROOM = 4
-"""A tile has slots for at least one in so many of its elements."""
+"""Elements of a tile for each slot, at most: a tile has slots for a quarter of its elements or more."""
 
 LOW = (1 << 31) - 1
 NOTHING = -0.0
@@ -54,9 +54,9 @@ def room_for(density: float) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """What is large in each tile: `place` in the tile and `value`, for the first `count` slots.
+    """The large elements of each tile: `place` in the tile and `value`, in the first `count` slots.
 
-    `bad` is how many NaN or Inf there are, cut into lanes, to be summed, so that not all tiles add to the same number.
+    `bad` counts NaN and Inf in several counters, so that not all tiles add to the same address.
     `groups` has the counts of so many tiles together. Both lie in `counters`.
     """
 
@@ -71,7 +71,7 @@ class Found:
 
     @staticmethod
     def make(numel: int, room: int, device: torch.device) -> Found:
-        """Return room for what is found in a vector of `numel`."""
+        """Return slots for a vector of `numel` elements."""
         tiles = -(-numel // TILE)
         counters = torch.zeros(Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
         return Found(
@@ -86,7 +86,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Rows:
-    """What has a scale of its own: row r begins at starts[r], and large in it is what reaches threshold * scale[r].
+    """Rows with a scale each: row r begins at starts[r], and its elements are compared with threshold * scale[r].
 
     `squares` are running means of the squared gradient, which the scales are made of.
     `first` is the row that each tile begins in, then the last one; `in_tile` and `in_all` are how often a range of rows
@@ -376,6 +376,6 @@ def deliver(
 
 
 def rollback_if(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
-    """If `bad`, one number, is not zero: make `acc` as it was `held`, and all of `out` this."""
+    """If `bad`, a scalar tensor, is not zero: copy `held` into `acc`, and fill `out` with `filling`."""
     acc.copy_(torch.where(bad != 0, held, acc))
     out.copy_(torch.where(bad != 0, torch.full_like(out, filling), out))

@@ -190,7 +190,7 @@ def deliver(
 
 
 def rollback_if(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
-    """If `bad`, one number, is not zero: make `acc` as it was `held`, and all of `out` this."""
+    """If `bad`, a scalar tensor, is not zero: copy `held` into `acc`, and fill `out` with `filling`."""
     _settle((PROGRAMS,), bad, acc, held, out, acc.numel(), filling, CHUNK)
 
 

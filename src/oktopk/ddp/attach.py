@@ -180,7 +180,7 @@ class Attached:
         return {name: tensor for group in self._engine.groups for name, tensor in group.by_name().items()}
 
     def residual_norm(self) -> float:
-        """Return the norm of what this rank has not delivered yet: a pass over all of it, so not for every step."""
+        """Return the norm of this rank's residual. It takes a pass over all elements, so do not call it every step."""
         norms = [float(torch.linalg.vector_norm(group.residual.held)) for group in self._engine.groups]
         return math.hypot(*norms)
 
@@ -204,12 +204,12 @@ class Attached:
         self.algorithm = self._engine.config.algorithm.with_density(density)
 
     def exclude(self, exclude: Exclusion | Iterable[Exclusion]) -> None:
-        """Make other parameters travel dense from the next step on; what is held back for them goes with it."""
+        """Make other parameters travel dense from the next step on, which also delivers their residuals."""
         chosen = exclude if isinstance(exclude, str) or callable(exclude) else tuple(exclude)
         self._engine.change(replace(self._engine.config, exclude=chosen))
 
     def summary(self) -> Summary:
-        """Return what all steps so far did; `print` shows it as a table."""
+        """Return the totals of all steps so far; `print` shows them as a table."""
         return self._engine.summary
 
     def flush(self) -> None:
@@ -217,14 +217,14 @@ class Attached:
         self._engine.flush_records(delay=0)
 
     def detach(self) -> None:
-        """Go back to plain DDP: end what is under way, join the worker, close the sinks; what is held back stays."""
+        """Go back to plain DDP: finish the current step, join the worker, close the sinks. Residuals stay readable."""
         hook = hook_of(self._model())
         if hook is not None and hook.target is self:
             hook.target = None
         self._finalizer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on as if it had never stopped; every rank saves its own."""
+        """Return the state with which this rank resumes bit for bit; every rank saves its own."""
         self._engine.save_()
         return {
             "version": VERSION,
@@ -265,7 +265,7 @@ class Attached:
         self._engine.go_on_at(int(step))
 
     def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the algorithm's states; where they are not for what is asked for now, it starts anew."""
+        """Resume with these algorithm states; where they do not fit the current settings, the algorithm starts anew."""
         groups, comm, algorithm = self._engine.groups, self._engine.comm, self._engine.config.algorithm
         if [int(group["group"]) for group in saved] != [group.fingerprint for group in groups]:
             self._say_it_starts_anew("for other groups of parameters than here")
@@ -279,7 +279,7 @@ class Attached:
             sys.stderr.write(f"oktopk: the state was saved {why}: residuals are kept, the algorithm starts anew\n")
 
     def announce(self) -> None:
-        """Say on rank 0's stderr what is active."""
+        """Print the active settings to stderr on rank 0."""
         if self._engine.comm.rank:
             return
         dense = [self._engine.parameters[name].numel() for group in self._engine.groups for name in group.dense_names]

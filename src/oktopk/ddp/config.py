@@ -1,4 +1,4 @@
-"""`DDPConfig`: what `attach` was asked for, and what of a model travels dense because of it."""
+"""`DDPConfig`: the settings of an attachment, and which parameters travel dense because of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Exclusion = str | Callable[[str, Tensor], bool]
 
 @dataclass
 class DDPConfig:
-    """What `attach` was given; what may change between steps is changed through `Attached`."""
+    """The settings of `attach`; `Attached` changes those that may change between steps."""
 
     algorithm: Algorithm
     dense_steps: int

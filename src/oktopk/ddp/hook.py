@@ -1,4 +1,4 @@
-"""What DDP has registered: a hook that stays for good, and hands its buckets to whoever is attached."""
+"""The communication hook: DDP keeps it for good, and it hands each bucket to the current attachment."""
 # No `from __future__ import annotations` here: DDP checks the hook's annotation itself, which must be the class.
 
 import weakref
@@ -16,7 +16,7 @@ from oktopk.errors import SettingError
 
 
 class Target(Protocol):
-    """Who takes the buckets."""
+    """The receiver of the buckets."""
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket; the future is done when its gradients are the means."""
@@ -26,7 +26,7 @@ _HOOK = "_oktopk_hook"
 
 
 class Hook:
-    """What DDP has registered, for good: it hands buckets to whoever is attached, or reduces them as DDP would."""
+    """The state of the registered hook: it hands buckets to its target, or reduces them as DDP would."""
 
     def __init__(self, model: DistributedDataParallel | None) -> None:
         self.process_group: Any = None if model is None else model.process_group
@@ -38,7 +38,7 @@ class Hook:
 
 
 def hook_of(model: DistributedDataParallel | None) -> "Hook | None":
-    """Return what is registered with this very model; a copy brings along its original's, which is not."""
+    """Return the hook of this very model; the copy of a model brings along its original's, which does not count."""
     hook: Hook | None = getattr(model, _HOOK, None)
     return hook if hook is not None and hook.model is not None and hook.model() is model else None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class WorkerThread:
-    """Whoever makes one stops it: `stop` runs what was submitted, then joins the thread."""
+    """A thread whose maker calls `stop`, which runs the submitted jobs and joins it."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
