@@ -74,9 +74,9 @@ def test_a_gradient_that_changes_its_size_is_selected_from_all_the_same(factor: 
         for step in range(6):
             grad = random(20_000, step) * (factor if step >= 3 else 1.0)
             reducer.all_reduce(grad)
-            reducer.load_state_dict({**reducer.state_dict(), "residual": torch.zeros(20_000)})  # so that grad is all
             assert reducer.last is not None
             sent.append(reducer.last.selected)
+            reducer.load_state_dict({**reducer.state_dict(), "residual": torch.zeros(20_000)})  # so that grad is all
         return sent
 
     for sent in run_local(2, job):
