@@ -45,8 +45,8 @@ def test_a_start_that_was_killed_is_forgotten(tmp_path: Path) -> None:
     for _ in range(2):
         run_logger = RunLogger(run, 0)
         run_logger.start(workers=2)
-        run_logger.step(TrainStep(**step(0)))
-        run_logger.epoch(EpochRecord(**epoch(0)))
+        run_logger.write(TrainStep(**step(0)))
+        run_logger.write(EpochRecord(**epoch(0)))
         run_logger.close()
     assert [record["kind"] for record in read_records(run.metrics)] == ["run", "step", "epoch"]
 
@@ -57,7 +57,7 @@ def test_a_full_disk_is_an_error_with_the_files_name(tmp_path: Path) -> None:
     run.metrics = Path("/dev/full")
     run_logger = RunLogger(run, 0)
     with pytest.raises(RunError, match=r"cannot write /dev/full: No space left on device; make room"):
-        run_logger.step(TrainStep(**step(0)))
+        run_logger.write(TrainStep(**step(0)))
     run_logger.close()
 
 

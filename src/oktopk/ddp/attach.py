@@ -7,7 +7,6 @@ is it known that every rank's whole gradient was finite, and the residuals are c
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import weakref
@@ -181,8 +180,12 @@ class Attached:
 
     def residual_norm(self) -> float:
         """Return the norm of this rank's residual. It takes a pass over all elements, so do not call it every step."""
-        norms = [float(torch.linalg.vector_norm(group.residual.held)) for group in self._engine.groups]
-        return math.hypot(*norms)
+        return float(self.residual_norm_tensor())
+
+    def residual_norm_tensor(self) -> Tensor:
+        """Return the norm of this rank's residual on its device; the host does not wait for it."""
+        norms = [torch.linalg.vector_norm(group.residual.held).double() for group in self._engine.groups]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
     @property
     def algorithm(self) -> Any:

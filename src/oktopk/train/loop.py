@@ -173,7 +173,7 @@ class Trainer:
         laps.end("compute")
         rates = self.config.rates_at(self.progress.epoch, self._phase)
         norm = self._update(rates, buffers)
-        figures = torch.stack([loss, norm]).to("cpu", non_blocking=True)
+        figures = torch.stack([loss, norm, self._residual_norm()]).to("cpu", non_blocking=True)
         laps.end("update")
         step = _Step(
             rates=rates,
@@ -181,7 +181,6 @@ class Trainer:
             figures=figures,
             utterances=sum(len(batch.frames) for batch in work),
             characters=sum(int(batch.target_lengths.sum()) for batch in work),
-            residual_norm=self._residual_norm(),
         )
         self._unfinished.append(step)
         self.progress.step, self.progress.step_of_epoch = self.progress.step + 1, self.progress.step_of_epoch + 1
@@ -192,10 +191,10 @@ class Trainer:
         """The phase of the next step."""
         return "dense" if self.config.is_dense or self.progress.step < self.config.dense_steps else "sparse"
 
-    def _residual_norm(self) -> float | None:
-        """Return the norm of this rank's residual, None in steps in which it is not measured."""
+    def _residual_norm(self) -> Tensor:
+        """Return the norm of this rank's residual, NaN in steps in which it is not measured."""
         due = self._phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
-        return self.sparse.residual_norm() if due else None
+        return self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
 
     def _forward_backward(self, work: list[Batch]) -> Tensor:
         """Return this rank's loss, averaged over the passes; the gradients are summed over them, and then exchanged."""
@@ -232,14 +231,14 @@ class Trainer:
         while len(self._unfinished) > but:
             step = self._unfinished.popleft()
             made = self._records.get(timeout=self.config.timeout_s)
-            loss, norm = step.figures_on_host()
+            loss, norm, residual_norm = step.figures_on_host()
             seconds = step.laps.seconds()
             wait = min(made.wait_seconds or 0.0, seconds["compute"])
             own = {
                 "loss": loss,
                 "utterances": step.utterances,
                 "characters": step.characters,
-                "residual_norm": None if made.skipped else step.residual_norm,
+                "residual_norm": None if made.skipped else residual_norm,
                 "split": {**seconds, "compute": seconds["compute"] - wait, "wait": wait},
             }
             ranks = [from_row(each) for each in gather(to_row({**vars(made), **own}))]
@@ -284,7 +283,7 @@ class Trainer:
             split={name: mine[name] for name in SPLIT},
             ranks=ranks,
         )
-        self.run_logger.step(record)
+        self.run_logger.write(record)
         self.console.step(record)
         if made.phase == "sparse" and made.step == self.config.dense_steps:
             self._announce_sparse(made)
@@ -315,7 +314,7 @@ class Trainer:
             validated=due,
             **figures,
         )
-        self.run_logger.epoch(record)
+        self.run_logger.write(record)
         self.console.end_epoch(record)
         wer = figures["wer"]
         best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
@@ -412,17 +411,16 @@ def update(optimizer: torch.optim.SGD, skipped: Tensor) -> None:
 
 @dataclass(kw_only=True)
 class _Step:
-    """A step that was made; `figures` are loss and gradient norm, on their way to the host."""
+    """A step that was made; `figures` are loss, gradient norm and residual norm, on their way to the host."""
 
     rates: Rates
     laps: _Laps
     figures: Tensor
     utterances: int
     characters: int
-    residual_norm: float | None
 
     def figures_on_host(self) -> list[float]:
-        """Return loss and gradient norm, once the device has made them."""
+        """Return loss, gradient norm and residual norm, once the device has made them."""
         self.laps.wait()
         return self.figures.tolist()
 

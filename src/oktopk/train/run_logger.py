@@ -18,7 +18,7 @@ from typing import Any
 
 from oktopk.telemetry.figures import summarise
 from oktopk.telemetry.reader import Record, read_records
-from oktopk.telemetry.schema import AnyRecord, EpochRecord, TrainStep, to_json
+from oktopk.telemetry.schema import AnyRecord, TrainStep, to_json
 from oktopk.telemetry.sinks import JsonlSink, TensorBoardSink
 from oktopk.train.rundir import RunDir, RunError, write_text, writing
 
@@ -56,27 +56,26 @@ class RunLogger:
             self.close()
             self.run.metrics.unlink()
             self._open(purge_step=0)
-        self._write({"kind": "run", **values})
+        self.write({"kind": "run", **values})
 
-    def step(self, record: TrainStep) -> None:
-        """Write a step."""
-        self._write(record)
-        self._next_step = record.step + 1
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Write an epoch."""
-        self._write(record)
+    def write(self, record: AnyRecord) -> None:
+        """Write a record."""
+        for path, sink in self._sinks.items():
+            with writing(path):
+                sink.write(record)
+        if isinstance(record, TrainStep):
+            self._next_step = record.step + 1
 
     def event(self, event: str, step: int, message: str) -> None:
         """Write that something happened."""
-        self._write({"kind": "event", "event": event, "step": step, "message": message})
+        self.write({"kind": "event", "event": event, "step": step, "message": message})
         self.log(f"{event}: {message}")
 
     def failed(self, why: str) -> None:
         """Write the error that ended the run into the log and as the last record, if that can still be written."""
         self.log(why)
         with suppress(RunError, ValueError):  # a full disk, or a file that was closed: the error itself is raised
-            self._write({"kind": "event", "event": "failed", "step": self._next_step, "message": why})
+            self.write({"kind": "event", "event": "failed", "step": self._next_step, "message": why})
 
     def log(self, line: str) -> None:
         """Write a line into this worker's log."""
@@ -95,11 +94,6 @@ class RunLogger:
         for sink in self._sinks.values():
             with suppress(OSError):
                 sink.close()
-
-    def _write(self, record: AnyRecord) -> None:
-        for path, sink in self._sinks.items():
-            with writing(path):
-                sink.write(record)
 
 
 def forget_from(path: Path, step: int, epoch: int) -> None:
