@@ -111,6 +111,7 @@ class ParamGroup:
             "has_residual": int(self._has_residual),
             "kind": self._state_kind,
             "state": to_plain(self.state),
+            "waits": self.waits.steps,
         }
 
     def load_state_dict_(self, saved: Mapping[str, Any], algorithm: Algorithm, comm: Comm) -> bool:
@@ -119,6 +120,7 @@ class ParamGroup:
         The algorithm then starts anew.
         """
         self._has_residual = bool(saved["has_residual"])
+        self.waits.steps = saved.get("waits", self.waits.steps)
         if saved.get("state") is None:
             return True
         if int(saved["kind"]) != kind_of(algorithm):

@@ -18,7 +18,7 @@ class WaitSample:
     def __init__(self, numel: int) -> None:
         size = min(numel, SAMPLE)
         self._index = torch.arange(size) * numel // max(size, 1)
-        self._steps = torch.zeros(size, dtype=torch.int64)
+        self.steps = torch.zeros(size, dtype=torch.int64)
 
     def look(self, acc: Tensor) -> Tensor | None:
         """Return the sampled elements before they are sent; None on a GPU, for which the host must not wait."""
@@ -29,5 +29,5 @@ class WaitSample:
         if before is None:
             return None
         after = acc[self._index]
-        self._steps = torch.where((after == before) & (after != 0), self._steps + 1, 0)
-        return int(self._steps.max())
+        self.steps = torch.where((after == before) & (after != 0), self.steps + 1, 0)
+        return int(self.steps.max())
