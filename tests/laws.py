@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -114,8 +115,8 @@ def selected_limit(case: Case) -> int:
     if isinstance(case.algorithm, Dense):
         return case.numel
     factor = {"GaussianK": 1.25, "OkTopkPaper": 2.0}.get(type(case.algorithm).__name__, 1.0)
-    if isinstance(case.algorithm, OkTopk):
-        factor = case.algorithm.slack
+    if isinstance(case.algorithm, OkTopk):  # P blocks of ceil(slack k/P) pairs
+        return min(case.size * math.ceil(case.algorithm.slack * wanted(case) / case.size), case.numel)
     return min(max(int(factor * wanted(case)), 1), case.numel)
 
 

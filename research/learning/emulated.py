@@ -2,7 +2,7 @@
 
 For sweeps on a GPU, where the library's exchange on threads takes ten times a step's computing. The rules are
 `oktopk.algorithms.bounded`'s: a sampled threshold on each rank, sums of what was sent, the largest k of them and some
-in turn; only there are no regions, so that the largest are those of the whole vector, and values are not rounded.
+in turn; only there are no regions, so that the largest are those of the whole vector, no sweeps, and no rounding.
 """
 
 from __future__ import annotations

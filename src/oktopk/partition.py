@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from oktopk.comm.base import Comm
 
 
+SWEEP_EVERY = 8
+"""Steps from one sweep to the next, because with 16 eight ranks come near the 5 % that may be pending."""
+
+SWEEP_STEP = 5
+"""Number of the sweep among `SWEEP_EVERY` steps, because the device moves cuts in number 0, and turns are number 7."""
+
+
 def even_cuts(numel: int, parts: int) -> Tensor:
     """Return cuts into regions that differ by at most one element.
 
@@ -26,6 +33,39 @@ def even_cuts(numel: int, parts: int) -> Tensor:
     tensor([ 0,  2,  5,  7, 10])
     """
     return torch.tensor([i * numel // parts for i in range(parts + 1)])
+
+
+def sweep_of(step: int, k: int, cuts: Tensor) -> Tensor | None:
+    """Return the sorted indices that every rank sends in a sweep step, whatever their values; None in other steps.
+
+    All ranks know them from the cuts and the number of the step, so that all deliver an element together. Without
+    sweeps, ranks that choose different elements of equal size take each other's slots, and an element waits P times
+    as long.
+
+    >>> sweep_of(step=5, k=4, cuts=torch.tensor([0, 5, 10]))
+    tensor([0, 5])
+    """
+    if not is_sweep(step, k, int(cuts[-1])):
+        return None
+    regions = zip(itertools.pairwise(cuts.tolist()), sweep_stride(k, cuts).tolist(), strict=True)
+    turn = step // SWEEP_EVERY
+    return torch.cat([torch.arange(min(low + turn % each, high), high, each) for (low, high), each in regions])
+
+
+def is_sweep(step: int, k: int, numel: int) -> bool:
+    """Whether a step sweeps: none does where everything travels."""
+    return step % SWEEP_EVERY == SWEEP_STEP and k < numel
+
+
+def sweep_width(k: int, parts: int) -> int:
+    """Return how many elements of a region a sweep has at most: three quarters of the owner's share of k."""
+    return max(3 * k // (4 * parts), 1)
+
+
+def sweep_stride(k: int, cuts: Tensor) -> Tensor:
+    """Return the distance of a sweep's elements in each region."""
+    width = sweep_width(k, len(cuts) - 1)
+    return ((cuts.diff() + width - 1) // width).clamp(min=1)
 
 
 def balanced_cuts(index: Tensor, numel: int, parts: int) -> Tensor:

@@ -143,6 +143,13 @@ def turns_first_(score: Tensor, share: int, step: int) -> Tensor:
     return score
 
 
+def swept_first_(score: Tensor, index: Tensor, sweep: Tensor | None) -> Tensor:
+    """Make the scores of a sweep's elements the largest; `index` (sorted) tells whose score each is."""
+    if sweep is not None:
+        score[kernels_for(index).shared(sweep, index)] = torch.finfo(score.dtype).max
+    return score
+
+
 def in_turn(index: Tensor, limit: int, turn: int) -> Tensor:
     """Return at most `limit` of `index`, starting elsewhere every `turn`: a round of turns chooses all."""
     if len(index) <= limit:

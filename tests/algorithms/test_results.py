@@ -127,7 +127,7 @@ def test_a_scaled_ranking_changes_the_choice_and_never_the_values(wire: str) -> 
 
 @pytest.mark.parametrize("algorithm", [TopkA(density=0.05), GTopk(density=0.05), OkTopkPaper(density=0.05, **PLAIN)])
 def test_identical_ranks_have_the_result_of_one(algorithm: Any) -> None:
-    """Sums of four equal numbers are exact, so that every bit has to agree."""
+    """Sums of four equal numbers are exact, so that every bit has to agree, until the first sweep, in step 5."""
     one = Case(algorithm, 1, 400, "identical ranks", steps=5)
     (alone,) = on_threads(1, trace, one)
     same_run([alone] * 4, on_threads(4, trace, replace(one, size=4)))

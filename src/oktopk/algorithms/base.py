@@ -25,10 +25,10 @@ from oktopk.codec import Codec
 from oktopk.codec.values import WIRES, check_wire
 from oktopk.errors import InputError, MismatchError, NonFiniteError, SettingError, one_of, within
 from oktopk.kernels.reference import is_finite
-from oktopk.partition import even_cuts
+from oktopk.partition import even_cuts, sweep_of
 from oktopk.prefilter import Prefilter
 from oktopk.selection import Ranking, largest, num_selected
-from oktopk.sparse import Sparse
+from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
     from oktopk.comm.base import Comm
@@ -340,7 +340,25 @@ def fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
     """Return the part cut to `capacity` pairs: the largest, with ties broken in turn."""
     if part.nnz <= capacity:
         return part
+    if not capacity:
+        return part[:0]
     return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
+
+
+def sweep_in(acc: Tensor, state: OkTopkState, k: int, cuts: Tensor, size: int) -> Tensor | None:
+    """Return the indices of this step's sweep, if it is one; a rank that is alone needs none."""
+    sweep = sweep_of(state.step, k, cuts) if size > 1 else None
+    return None if sweep is None else sweep.to(acc.device)
+
+
+def with_sweep(found: Sparse, acc: Tensor, sweep: Tensor | None) -> Sparse:
+    """Return the pairs found in acc, and those of the sweep that are not zero."""
+    if sweep is None:
+        return found
+    value = acc.index_select(0, sweep)
+    is_new = value != 0
+    is_new[found.shared(sweep)] = False
+    return merge([found, Sparse(sweep[is_new], value[is_new], found.numel)])
 
 
 def taken_of(sent: Tensor, lost: Tensor | None, delivered: Sparse) -> tuple[Tensor, Tensor | None]:

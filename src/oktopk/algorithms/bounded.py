@@ -7,7 +7,7 @@ waits.
     2  exchange   all_to_all: at most c = ceil(slack k/P) pairs to each owner
     3  reduce     the owner sums in rank order and keeps the largest: its share of k, which is demand/P, at most c;
                   in every sixteenth step half of it goes in turn, so that sums which are small, or zero, are
-                  delivered, too
+                  delivered, too; in every eighth step all ranks send the same elements beside (`sweep_of`)
     4  gather     all_gather: at most c pairs from each owner
 
 Demand is how many pairs the ranks wanted to send to a region; each wants about k, so all demands are about P k.
@@ -25,13 +25,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import InputStatus, OkTopkState, Reduced, StepInput, fitting, taken_of
+from oktopk.algorithms.base import (
+    InputStatus,
+    OkTopkState,
+    Reduced,
+    StepInput,
+    fitting,
+    sweep_in,
+    taken_of,
+    with_sweep,
+)
 from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
-from oktopk.partition import even_cuts, rebalanced_cuts
+from oktopk.partition import even_cuts, rebalanced_cuts, sweep_width
 from oktopk.prefilter import Prefilter
-from oktopk.selection import at_least, kth_largest, sampled_threshold, top_k, turns_first_
+from oktopk.selection import at_least, kth_largest, sampled_threshold, swept_first_, top_k, turns_first_
 from oktopk.sparse import Sparse, merge
 
 if TYPE_CHECKING:
@@ -43,6 +52,9 @@ WIDE = 1.2
 
 FALL = 0.98
 """How far the floor goes down after a step that saw fewer, or none in want of a floor."""
+
+LEAST_SAMPLE = 8
+"""Minimum of pairs in a block for new cuts, because the demand for fewer varies more than slack allows for."""
 
 SPARSE_ENOUGH = 1 / 32
 """The largest density at which noting what is large is less than looking for it again."""
@@ -58,26 +70,35 @@ def reduce(
     capacity = room(k, slack, comm.size)
     if k == state.numel:  # all of it fits into even regions alone
         state.cuts = even_cuts(state.numel, comm.size)
+    sweep = sweep_in(acc, state, k, state.cuts, comm.size)
+    width = sweep_width(k, comm.size) if sweep is not None else 0
     with comm.phase("select"):
         wanted = _select_locally(acc, state, inputs, k, int(slack * k))
     with comm.phase("pack"):
-        blocks, sent, lost = _pack(wanted, capacity, state, inputs.status, codec)
+        shown = sweep if inputs.status == InputStatus.FINE else None
+        demands, parts = _fit(wanted, capacity - width, acc, state, shown)
+        blocks, sent, lost = _pack(parts, demands, capacity, inputs.status, codec)
     with comm.phase("exchange"):
         arrived = comm.all_to_all(blocks)
     with comm.phase("reduce"):
         region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
-        share = region.nnz if k == state.numel else math.ceil(demand / comm.size)
-        kept = _largest(region, min(share, capacity), state)
+        share = region.nnz if k == state.numel else math.ceil(demand / comm.size) + width
+        kept = _largest(region, min(share, capacity), state, sweep)
         block, error = codec.encode(kept, capacity, note=demand)
     with comm.phase("gather"):
         gathered = comm.all_gather(block)
     with comm.phase("apply"):
         total, demands = _unpack(gathered, capacity, state.cuts, codec, acc.dtype)
         taken, rounding = taken_of(sent, lost, total)
-        if max(demands) > capacity * comm.size and k < state.numel:
+        if max(demands) > capacity * comm.size and may_rebalance(capacity, k, state.numel):
             state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
         least = _smallest(total, state)
     return Reduced(total, taken, leftover(kept, error), len(sent), state.threshold, least, rounding)
+
+
+def may_rebalance(capacity: int, k: int, numel: int) -> bool:
+    """Whether cuts may move: not where everything travels, or where the pairs delivered are too few to cut by."""
+    return capacity >= LEAST_SAMPLE and k < numel
 
 
 def room(k: int, slack: float, size: int) -> int:
@@ -122,18 +143,27 @@ def _among_seen(prefilter: Prefilter, state: OkTopkState, k: int) -> Sparse | No
     return Sparse(index.index_select(0, chosen), value.index_select(0, chosen), state.numel)
 
 
+def _fit(
+    wanted: Sparse, capacity: int, acc: Tensor, state: OkTopkState, sweep: Tensor | None
+) -> tuple[list[int], list[Sparse]]:
+    """Return how many pairs are wanted of each region, and the largest `capacity` of them, with the sweep."""
+    parts = wanted.between(state.cuts)
+    fits = [fitting(part, capacity, state) for part in parts]
+    if sweep is not None:
+        fits = with_sweep(Sparse.join(fits), acc, sweep).between(state.cuts)
+    return [part.nnz for part in parts], fits
+
+
 def _pack(
-    wanted: Sparse, capacity: int, state: OkTopkState, status: int, codec: Codec
+    parts: list[Sparse], demands: list[int], capacity: int, status: int, codec: Codec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
-    parts = wanted.between(state.cuts)
-    blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=wanted.index.device)
-    fits = [fitting(part, capacity, state) for part in parts]
+    blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=parts[0].index.device)
     errors = [
-        codec.encode_into_(block, fit, capacity, note=status or InputStatus.of(InputStatus.FINE, part.nnz))
-        for block, part, fit in zip(blocks, parts, fits, strict=True)
+        codec.encode_into_(block, part, capacity, note=status or InputStatus.of(InputStatus.FINE, demand))
+        for block, part, demand in zip(blocks, parts, demands, strict=True)
     ]
-    return blocks, torch.cat([fit.index for fit in fits]), join_errors(errors)
+    return blocks, torch.cat([part.index for part in parts]), join_errors(errors)
 
 
 def _sum(
@@ -150,12 +180,12 @@ def _sum(
     return merge([part for part, _ in decoded]), sum(demands)
 
 
-def _largest(region: Sparse, share: int, state: OkTopkState) -> Sparse:
-    """Return the `share` largest of the region, some of them in turn; ties by index."""
+def _largest(region: Sparse, share: int, state: OkTopkState, sweep: Tensor | None) -> Sparse:
+    """Return the `share` largest of the region, a sweep's or some in turn first; ties by index."""
     if region.nnz <= share:
         return region
     score = turns_first_(state.ranking.score(region.value, region.index), share, state.step)
-    return region[top_k(score, share)]
+    return region[top_k(swept_first_(score, region.index, sweep), share)]
 
 
 def _unpack(

@@ -27,11 +27,13 @@ from oktopk.algorithms.base import (
     StepInput,
     fitting,
     num_wanted,
+    sweep_in,
     taken_of,
+    with_sweep,
 )
 from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError, within
-from oktopk.partition import balanced_cuts, consensus
+from oktopk.partition import balanced_cuts, consensus, even_cuts
 from oktopk.selection import (
     at_least,
     exact_threshold,
@@ -40,6 +42,7 @@ from oktopk.selection import (
     kth_largest_by_sketch,
     kth_largest_of_all,
     sampled_threshold,
+    swept_first_,
     turns_first_,
 )
 from oktopk.sparse import Sparse, merge
@@ -79,14 +82,15 @@ class OkTopkPaper(OkTopkSettings):
         with comm.phase("agree"):
             _agree_on_scales_(state, inputs.measured, acc.device, comm)
         with comm.phase("select"):
-            selected = _select_locally(acc, state, k, cap, rethreshold)
+            sweep = sweep_in(acc, state, k, even_cuts(state.numel, 1), comm.size)
+            selected = _select_locally(acc, state, k, cap, rethreshold, sweep)
             sent = selected.index
         with comm.phase("agree"):
             if state.step % self.repartition_every == 0:
                 state.cuts = consensus(balanced_cuts(sent, state.numel, comm.size).to(acc.device), comm).cpu()
         region, lost = _split_and_reduce(selected, state.cuts, cap, codec, comm)
         with comm.phase("agree"):
-            kept, sizes = _select_globally(region, state, k, cap, rethreshold, comm)
+            kept, sizes = _select_globally(region, state, k, cap, rethreshold, sweep, comm)
         total, returned = _balance_and_allgather(kept, sizes, codec, comm)
         with comm.phase("apply"):
             taken, rounding = taken_of(sent, lost, total)
@@ -102,8 +106,10 @@ def _agree_on_scales_(state: OkTopkState, measured: Tensor | None, device: torch
         state.ranking.rescale_(comm.all_reduce(measured.to(device)).cpu() / comm.size)
 
 
-def _select_locally(acc: Tensor, state: OkTopkState, k: int, cap: int, rethreshold: bool) -> Sparse:
-    """Return what reaches the local threshold, the `cap` largest of it at most.
+def _select_locally(
+    acc: Tensor, state: OkTopkState, k: int, cap: int, rethreshold: bool, sweep: Tensor | None
+) -> Sparse:
+    """Return what reaches the local threshold, and the sweep: the `cap` largest of it at most.
 
     The threshold is exact every tau' steps, and reused while its count is in the band.
     """
@@ -113,7 +119,8 @@ def _select_locally(acc: Tensor, state: OkTopkState, k: int, cap: int, rethresho
     if not rethreshold and not in_band(len(index), k):
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         index = at_least(acc, state.threshold, state.ranking)
-    return fitting(Sparse.pick(acc, index), cap, state)
+    limit = cap if sweep is None else cap - len(sweep)
+    return with_sweep(fitting(Sparse.pick(acc, index), limit, state), acc, sweep)
 
 
 def _split_and_reduce(
@@ -184,7 +191,7 @@ def _unpack_(
 
 
 def _select_globally(
-    region: Sparse, state: OkTopkState, k: int, cap: int, rethreshold: bool, comm: Comm
+    region: Sparse, state: OkTopkState, k: int, cap: int, rethreshold: bool, sweep: Tensor | None, comm: Comm
 ) -> tuple[Sparse, list[int]]:
     """Return what this owner keeps, and how many each owner keeps.
 
@@ -193,6 +200,7 @@ def _select_globally(
     """
     score = state.ranking.score(region.value, region.index).float()
     turns_first_(score, k // comm.size, state.step)
+    swept_first_(score, region.index, sweep)
     if rethreshold:
         state.global_threshold = _exact_global_threshold(score, state, k, comm)
     kept, sizes = _keep(region, score, state, comm)

@@ -21,19 +21,19 @@ import importlib
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import AUTO, OkTopkState
-from oktopk.algorithms.bounded import room
+from oktopk.algorithms.bounded import may_rebalance, room
 from oktopk.algorithms.oktopk import OkTopk
 from oktopk.codec.values import round_to
 from oktopk.cuda import reference
 from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.reference import HEADER_WORDS, LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
-from oktopk.partition import even_cuts
+from oktopk.partition import SWEEP_EVERY, even_cuts, is_sweep, sweep_stride, sweep_width
 from oktopk.selection import SAMPLE_HITS, TURN_EVERY, num_selected
 
 if TYPE_CHECKING:
@@ -121,19 +121,22 @@ class CudaStep:
         return self.words[5:6]
 
     @property
-    def measures(self) -> bool:
-        """Whether the next step measures how large the rows are."""
-        return self.rows is not None and self.step % self.rescale_every == 0
+    def kind(self) -> StepKind:
+        """The kind of the next step."""
+        return StepKind(
+            measures=self.rows is not None and self.step % self.rescale_every == 0,
+            sweeps=self.owner is not None and is_sweep(self.step, self.wanted, self.numel),
+        )
 
     def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
         with self.comm.phase("select"):
-            measures = self.measures
-            self.graphs.run(partial(self.select_, measures), grad, held, acc, out, kind=measures)
+            kind = self.kind
+            self.graphs.run(partial(self.select_, kind), grad, held, acc, out, kind=kind)
             self.graphs.capture()
         self.exchange_(held, acc, out)
 
-    def select_(self, measures: bool, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+    def select_(self, kind: StepKind, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make acc, and the blocks to send; a rank that is alone is done then, since what it sends is delivered.
 
         The threshold is measured on a sample, which begins elsewhere at every step: one that is moved by what it let
@@ -141,12 +144,16 @@ class CudaStep:
         """
         kernels, aims = self.kernels, (self.stride, self.sample_wanted, self.counts, self.threshold)
         sparse = grad[: self.numel], held[: self.numel]
-        if self.rows is not None and measures:
+        if self.rows is not None and kind.measures:
             kernels.measure_rows(sparse[0], self.rows)
         if self.wanted < self.numel:  # else it is zero
             kernels.sample_threshold(*sparse, self.rows, self.turn, *aims)
-        kernels.accumulate_compact(*sparse, acc[: self.numel], self.threshold, self.turn, self.found, self.rows)
+        parts = acc[: self.numel], self.threshold, self.turn, self.found, self.rows
+        swept = self._raise_swept_(*sparse) if kind.sweeps else None
+        kernels.accumulate_compact(*sparse, *parts)
         kernels.pack_blocks(self.found, self.cuts, self.turn, self.blocks, self.capacity, self.rows)
+        if swept is not None:
+            self._lower_swept_(*swept, held, acc)
         if self.dense_tail:
             torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
             slices = self._slices(self.blocks)
@@ -155,6 +162,33 @@ class CudaStep:
             self.blocks[:, 1] += _bad_in(padded)
         if self.owner is None:
             self._deliver_(self.blocks, held, acc, out)
+
+    def _raise_swept_(self, grad: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Make acc the largest at the elements of `partition.sweep_of`; return their indices, held and acc."""
+        stride, offset = self._sweep()
+        places = torch.arange(sweep_width(self.wanted, self.comm.size), device=held.device)
+        last = self.cuts[1:, None] - 1  # for places beyond a region's end
+        index = torch.minimum((self.cuts[:-1] + offset)[:, None] + places * stride[:, None], last)
+        index = index.clamp(min=0).view(-1)
+        before, fresh = held[index], grad[index].float()
+        total = before + fresh
+        large = torch.full_like(total, LARGEST / 2).copysign(-fresh)  # with any gradient the sum is finite
+        held.index_copy_(0, index, torch.where(total.isfinite() & (total != 0), large, before))
+        return index, before, total
+
+    def _lower_swept_(self, index: Tensor, before: Tensor, total: Tensor, held: Tensor, acc: Tensor) -> None:
+        """Undo `_raise_swept_`, in the blocks, too."""
+        held.index_copy_(0, index, before)
+        acc.index_copy_(0, index, total)
+        place, value = (self.blocks[:, HEADER_WORDS + i * self.capacity :][:, : self.capacity] for i in range(2))
+        there = torch.arange(self.capacity, device=acc.device) < self.blocks[:, :1]
+        whole = acc[torch.where(there, place + self.cuts[:-1, None], 0)].view(torch.int32)
+        value.copy_(torch.where(there, whole, value))
+
+    def _sweep(self) -> tuple[Tensor, Tensor]:
+        """Return stride and offset of the sweep in each region."""
+        stride = sweep_stride(self.wanted, self.cuts)
+        return stride, self.turn // SWEEP_EVERY % stride
 
     def _slices(self, blocks: Tensor) -> Tensor:
         """Return the slices of the side in these blocks."""
@@ -173,7 +207,7 @@ class CudaStep:
             with comm.phase("apply"):
                 self.kernels.refuse_malformed(gathered, self.cuts, self.capacity)
                 self._deliver_(gathered, held, acc, out)
-                if self.step % REBALANCE_EVERY == 0 and self.wanted < self.numel:
+                if self.step % REBALANCE_EVERY == 0 and may_rebalance(self.capacity, self.wanted, self.numel):
                     self._rebalance_(gathered)
         self.step += 1
 
@@ -200,7 +234,10 @@ class CudaStep:
         score = self._score(index, total)
         if self.wanted < self.numel:
             share = ((demand + size - 1) // size).clamp(1, capacity)  # of what the ranks wanted of this owner
-            self._let_turns_be_first_(score, total, share)
+            if self.kind.sweeps:
+                self._let_swept_be_first_(score, index, total)
+            else:
+                self._let_turns_be_first_(score, total, share)
             kernels.select_threshold(score, share.view(1), self.counts, self.kept_threshold)
         kernels.compact(score, self.kept_threshold, self.turn, owner.found)
         kernels.pack_blocks(owner.found, owner.cuts, self.turn, owner.mine, capacity)
@@ -227,6 +264,11 @@ class CudaStep:
         rank = (there.cumsum(0) - 1 - self.turn // TURN_EVERY * limit) % count.clamp(min=1)
         score.copy_(torch.where(there & (rank < limit), LARGEST, score))
 
+    def _let_swept_be_first_(self, score: Tensor, place: Tensor, total: Tensor) -> None:
+        """Make the scores of the sweep's elements the largest, by their places in this rank's region."""
+        stride, offset = (each[self.comm.rank] for each in self._sweep())
+        score.copy_(torch.where(~_is_nothing(total) & (place % stride == offset), LARGEST, score))
+
     def _rebalance_(self, gathered: Tensor) -> None:
         """Cut fairer regions if one was asked for more than fits: all ranks have the same `gathered`, and agree."""
         size, capacity = self.comm.size, self.capacity
@@ -249,6 +291,13 @@ class CudaStep:
         if self.rows is not None:
             state.ranking.squares = self.rows.squares.double().cpu()
             state.ranking.scale = self.rows.scale.double().cpu()
+
+
+class StepKind(NamedTuple):
+    """The choices of a step that the host makes by its number: steps of one kind launch the same kernels."""
+
+    measures: bool
+    sweeps: bool
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from oktopk.algorithms.base import StepStats
 from oktopk.codec.values import round_to
 from oktopk.comm import MeteredComm
 from oktopk.cuda.graphs import Graphs
-from oktopk.cuda.step import CudaStep, step_kernels
+from oktopk.cuda.step import CudaStep, StepKind, step_kernels
 from oktopk.errors import NonFiniteError
 from oktopk.steps.context import StepContext
 from oktopk.steps.group import ParamGroup
@@ -69,18 +69,18 @@ class _CudaGroup:
     def start_(self, grads: Sequence[Tensor], outs: Sequence[Tensor], comm: MeteredComm) -> None:
         """Reduce these gradients, all but the end of the step."""
         self.grads, self.outs = grads, outs
-        held, acc, measures = self.group.residual.held, self.group.residual.acc, self._cuda_step.measures
+        held, acc, kind = self.group.residual.held, self.group.residual.acc, self._cuda_step.kind
         with comm.phase("select"):
-            self._graphs.run(partial(self._select_, measures), held, acc, self.mean, *grads, kind=measures)
+            self._graphs.run(partial(self._select_, kind), held, acc, self.mean, *grads, kind=kind)
         self._cuda_step.exchange_(held, acc, self.mean)
 
-    def _select_(self, measures: bool, held: Tensor, acc: Tensor, mean: Tensor, *grads: Tensor) -> None:
+    def _select_(self, kind: StepKind, held: Tensor, acc: Tensor, mean: Tensor, *grads: Tensor) -> None:
         vector = grads[0] if self._vector is None else self._vector
         if self._vector is not None:
             torch._foreach_copy_(self._parts(self._vector), list(grads))
         if self.scales is not None:
             vector.mul_(self.scales[0])
-        self._cuda_step.select_(measures, vector, held, acc, mean)
+        self._cuda_step.select_(kind, vector, held, acc, mean)
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         """Return the slots of the vector, in the order of backward."""
