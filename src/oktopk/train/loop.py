@@ -212,12 +212,12 @@ class Trainer:
     def _update(self, rates: Rates, buffers: list[Tensor]) -> Tensor:
         """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before.
 
-        A skipped step delivers NaN. It changes no weight and no buffer; on a GPU the device alone decides that.
+        A skipped step delivers zeros. It changes no weight and no buffer; on a GPU the device alone decides that.
         """
         clipped = self.config.clip_place == "global" or self._phase == "dense"  # the exchange clips sparse steps only
         clip = self.config.clip if self.config.clip and clipped else math.inf
         norm = clip_grad_norm_(self.net.parameters(), clip)
-        skipped = ~torch.isfinite(norm)
+        skipped = ~((norm > 0) & torch.isfinite(norm))
         set_rates(self.optimizer, rates)
         update(self.optimizer, skipped)
         for buffer, before in zip(self.net.buffers(), buffers, strict=True):
