@@ -1,0 +1,59 @@
+"""Rules of prose that a machine can check. Pages and folders join the lists below once they keep the rules."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WIDTH = 100
+PAGES = [
+    "docs/accounting.md",
+    "docs/bench.md",
+    "docs/doctor.md",
+    "docs/netlab.md",
+    "docs/performance.md",
+    "docs/report.md",
+    "docs/settings.md",
+    "docs/testing.md",
+]
+FOLDERS = ["bench", "cli", "codec", "ddp", "doctor", "kernels", "report", "steps", "telemetry"]
+
+
+def too_wide(text: str) -> list[int]:
+    """Return the numbers of the lines above `WIDTH` characters that are no table, code block or lone link."""
+    is_code, wide = False, []
+    for number, line in enumerate(text.splitlines(), 1):
+        is_code ^= line.startswith("```")
+        if len(line) > WIDTH and not is_code and not line.startswith(("|", "    ")) and " " in line.strip():
+            wide.append(number)
+    return wide
+
+
+def headless(source: str) -> list[str]:
+    """Return the docstrings that begin without a noun."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    return [text.splitlines()[0] for text in found if text.startswith(("Return what", "What "))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_wrapped(page: str) -> None:
+    assert not too_wide((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_name_their_noun(folder: str) -> None:
+    files = (ROOT / "src/oktopk").glob(f"{folder}/**/*.py" if folder else "*.py")
+    assert not {file.name: lines for file in files if (lines := headless(file.read_text()))}
+
+
+def test_the_checks_notice() -> None:
+    assert too_wide("x " * 60) == [1]
+    assert headless('"""What is large."""') == ["What is large."]
+
+
+def test_contributing_states_the_length_of_a_commit_subject() -> None:
+    assert "72 characters" in (ROOT / "CONTRIBUTING.md").read_text()
