@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,19 +24,17 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus"
 
 
-@pytest.fixture
-def tiny(speech: Path) -> dict[str, Any]:
+@pytest.fixture(scope="session")
+def tiny(speech: Path) -> runs.Settings:
     """Settings of a run of seconds: 8 steps an epoch on two workers, 16 on one."""
     return {
-        "dnn": "lstman4-small",
-        "dataset": "an4",
-        "data_dir": str(speech),
-        "batch_size": 2,
-        "max_epochs": 1,
-        "lr": 0.003,
-        "clip": 20.0,
-        "dense_steps": 3,
-        "threads": 1,
-        "device": "cpu",
-        "timeout_s": 20.0,
-    }
+        "dataset": "an4", "data_dir": str(speech), "batch_size": 2, "max_epochs": 1, "lr": 0.003, "clip": 20.0,
+        "dense_steps": 3, "threads": 1, "device": "cpu", "timeout_s": 20.0,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory, tiny: runs.Settings) -> runs.Ended:
+    """Two epochs of eight steps on two workers: three dense steps, then sparse ones. Copy its folder to change it."""
+    folder = tmp_path_factory.mktemp("mixed") / "run"
+    return runs.succeed(folder, 2, **{**tiny, "max_epochs": 2, "checkpoint_every": 3})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -45,6 +44,7 @@ def seconds_left() -> float:
     return max(0.0, _deadline - time.monotonic())
 
 
+Settings = dict[str, Any]
 TIMES = ("split", "ranks", "seconds", "wait_seconds", "epoch_seconds", "started")
 
 
@@ -59,8 +59,13 @@ class Ended:
     @property
     def records(self) -> list[dict[str, Any]]:
         """All records, the times aside."""
-        made = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines() if line]
+        made = read_records(self.folder / "metrics.jsonl")
         return [{key: value for key, value in record.items() if key not in TIMES} for record in made]
+
+    @property
+    def raw_steps(self) -> list[dict[str, Any]]:
+        """The records of the steps, times included."""
+        return [record for record in read_records(self.folder / "metrics.jsonl") if record["kind"] == "step"]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -169,11 +174,6 @@ def _ended(folder: Path, store: Path, pipes: list[Connection], processes: list[A
                 ended.results.append(None)
             ended.printed.append(Path(f"{store}-out{rank}").read_text())
     return ended
-
-
-def num_steps(folder: Path) -> int:
-    """Return the steps that are in the records so far."""
-    return sum(record["kind"] == "step" for record in read_records(folder / "metrics.jsonl"))
 
 
 def same_weights(one: Ended, other: Ended) -> bool:
