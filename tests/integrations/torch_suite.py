@@ -1,6 +1,6 @@
 """PyTorch's own DDP tests, as shipped in torch.testing, with our hook at density 1. Run by test_torch_comm_hooks.py.
 
-    BACKEND=gloo WORLD_SIZE=2 python tests/integrations/torch_suite.py Registered.test_...
+    BACKEND=gloo WORLD_SIZE=2 python -m tests.integrations.torch_suite Registered.test_...
 
 They are unittest classes that spawn their ranks by running this file again; so what is patched here is patched there.
 
@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.distributed_test import DDPUnevenTestIn
 
 import oktopk
 from oktopk.ddp.hook import _hook
+from tests.integrations.torch_tests import TESTS
 
 MADE: list[tuple[DistributedDataParallel, oktopk.Attached]] = []
 """The models are kept, so that they can be asked at the end whether gradients went through oktopk."""
@@ -135,11 +136,6 @@ class Registered(Suite):
 class RegisteredOnCpu(OnCpu):
     patches: ClassVar = {"register_comm_hook": register, "__init__": init_on_cpu}
 
-    test_ddp_hook_parity_allreduce = without_its_gpu_check("test_ddp_hook_parity_allreduce")
-    test_ddp_hook_parity_allreduce_process_group = without_its_gpu_check("test_ddp_hook_parity_allreduce_process_group")
-    test_ddp_hook_parity_powerSGD = without_its_gpu_check("test_ddp_hook_parity_powerSGD")
-    test_ddp_hook_parity_post_localSGD = without_its_gpu_check("test_ddp_hook_parity_post_localSGD")
-
     def test_ddp_uneven_inputs(self) -> None:
         """Only the part that registers a hook; the rest is about large nets without one, and slow on a CPU."""
         iterations = {rank: 2 * (rank + 1) for rank in range(dist.get_world_size())}
@@ -164,21 +160,10 @@ class ConstructedOnCpu(OnCpu):
     patches: ClassVar = {"__init__": init_on_cpu_and_attach}
 
 
-for name in (
-    "test_DistributedDataParallel_with_amp_and_grad_is_view",
-    "test_ddp_broadcast_buffer_via_hook",
-    "test_ddp_bucket_cap_mb_list",
-    "test_ddp_buffer_hook_allreduce",
-    "test_ddp_buffer_hook_allreduce_return_future",
-    "test_ddp_control_flow_different_across_ranks",
-    "test_ddp_control_flow_same_across_ranks",
-    "test_ddp_join_model_equivalence",
-    "test_ddp_shared_grad_acc_unused_params",
-    "test_ddp_static_graph_nested_types",
-    "test_ddp_uneven_input_join_disable",
-    "test_different_graph_across_ranks",
-):
-    setattr(ConstructedOnCpu, name, without_its_gpu_check(name))
+for group in (RegisteredOnCpu, ConstructedOnCpu):
+    for name in TESTS[group.__name__]:
+        if name not in vars(group):
+            setattr(group, name, without_its_gpu_check(name))
 
 
 if __name__ == "__main__":

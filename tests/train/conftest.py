@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from oktopk.train.data.synth import make_speech
 from tests.train import runs
@@ -14,6 +16,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     mark = item.get_closest_marker("timeout")
     seconds = mark.args[0] if mark else item.config.getoption("timeout") or item.config.getini("timeout")
     runs.set_deadline(float(seconds) - runs.MARGIN_S)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Undo what a run in this process has set: on a busy machine threads wait for each other."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.telemetry.reader import read_records
 from tests.integrations.examples import ROOT, run
+from tests.train.runs import Ended
 
 ARCHIVE = ROOT.parent / "shared" / "an4" / "an4_raw.bigendian.tar.xz"
 pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
@@ -23,11 +23,7 @@ def test_three_epochs_of_the_small_recipe_on_the_real_corpus(tmp_path: Path) -> 
         "--runs", tmp_path, "--name", "real", seconds=450,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    losses = [
-        record["train_loss"]
-        for record in read_records(tmp_path / "real" / "metrics.jsonl")
-        if record["kind"] == "epoch"
-    ]
+    losses = [epoch["train_loss"] for epoch in Ended(tmp_path / "real").epochs]
     assert losses == sorted(losses, reverse=True)
     assert losses[2] < 0.6 * losses[0]
     summary = json.loads((tmp_path / "real" / "summary.json").read_text())

@@ -37,17 +37,14 @@ def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_what_is_saved_is_loaded(run: RunDir) -> None:
+def test_a_saved_checkpoint_is_loaded(run: RunDir) -> None:
+    assert checkpoint.find_last(run) is None
     folder = save(run, 3)
     assert checkpoint.find_last(run) == folder
     assert checkpoint.num_workers(folder) == 1
     shared, own = checkpoint.load(folder, 0, 1)
     assert shared["progress"] == 3
     assert torch.equal(own["mine"], torch.arange(3))
-
-
-def test_none_yet(run: RunDir) -> None:
-    assert checkpoint.find_last(run) is None
 
 
 def test_the_last_two_and_the_best_stay(run: RunDir) -> None:
@@ -62,13 +59,9 @@ def test_going_on_from_an_earlier_one_leaves_no_later_ones(run: RunDir) -> None:
         save(run, step)
     save(run, 7)
     assert names(run) == ["last", "step-00000006", "step-00000007"]
-    assert checkpoint.find_last(run) == run.checkpoints / "step-00000007"
-
-
-def test_the_same_step_again(run: RunDir) -> None:
-    save(run, 4)
-    folder = checkpoint.save(run, 4, {"progress": "again"}, {}, False)
-    assert checkpoint.load(folder, 0, 1)[0]["progress"] == "again"
+    again = checkpoint.save(run, 7, {"progress": "again"}, {}, False)
+    assert checkpoint.find_last(run) == again == run.checkpoints / "step-00000007"
+    assert checkpoint.load(again, 0, 1)[0]["progress"] == "again"
 
 
 def test_an_unfinished_one_is_never_taken_and_is_cleared_away(run: RunDir) -> None:
@@ -79,7 +72,7 @@ def test_an_unfinished_one_is_never_taken_and_is_cleared_away(run: RunDir) -> No
     assert names(run) == ["last", "step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("failing", ["_save", "_finish"])
+@pytest.mark.parametrize("failing", ["_save", "_finish", "write_text"])
 def test_a_save_that_fails_leaves_the_last_one(run: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     first = save(run, 2)
 
@@ -99,8 +92,9 @@ def test_killed_between_removing_a_checkpoint_and_making_it_again(run: RunDir) -
     assert checkpoint.find_last(run) == first
 
 
-@pytest.mark.parametrize("name", ["shared.pt", "rank0.pt"])
-@pytest.mark.parametrize("kept", [None, 0, 0.5, 0.99])
+@pytest.mark.parametrize(
+    ("name", "kept"), [("shared.pt", None), ("shared.pt", 0.5), ("rank0.pt", 0), ("rank0.pt", 0.99)]
+)
 def test_a_bad_file_is_named_and_so_is_the_other_checkpoint(run: RunDir, name: str, kept: float | None) -> None:
     other, folder = save(run, 2), save(run, 3)
     path = folder / name
@@ -123,11 +117,7 @@ def test_a_file_of_something_else(run: RunDir) -> None:
     torch.save({"version": 99, "size": 1}, folder / "shared.pt")
     with pytest.raises(StateError, match="version 99, this is 1"):
         checkpoint.load(folder, 0, 1)
-
-
-def test_a_checkpoint_runs_no_code(run: RunDir) -> None:
-    folder = save(run, 2)
-    torch.save({"version": 1, "size": 1, "trap": Path("a class")}, folder / "shared.pt")
+    torch.save({"version": 1, "size": 1, "trap": Path("a class")}, folder / "shared.pt")  # whose load would run code
     with pytest.raises(StateError, match="UnpicklingError"):
         checkpoint.load(folder, 0, 1)
 

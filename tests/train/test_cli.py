@@ -123,6 +123,7 @@ def test_a_name_again_gets_a_number(tmp_path: Path) -> None:
 def test_resume_wants_a_run(tmp_path: Path) -> None:
     assert "is not the folder of a run: it has no config.json" in refused("train", "--resume", tmp_path)
     run = RunDir.create(tmp_path, "a", Config())
+    assert "leave --recipe out" in refused("train", "--resume", run.path, "--recipe", "lstman4")
     assert "no checkpoint to go on from" in refused("train", "--resume", run.path)
     (run.checkpoints / "step-00000001").mkdir()
     (run.checkpoints / "last").write_text("step-00000001")

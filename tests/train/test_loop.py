@@ -541,20 +541,6 @@ def test_a_skipped_first_step_leaves_no_trace(tmp_path: Path, tiny: Settings) ->
         assert torch.equal(ended.shared["net"][name], tensor), name
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_skipped_update_leaves_no_trace(fused: bool) -> None:
-    """Steps 0 and 2 are skipped; a fused optimizer is told by a tensor, as on a GPU."""
-    parameters = []
-    for skips in ((0, 2), ()):
-        weights = torch.nn.Parameter(torch.linspace(-1, 1, 7))
-        optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9, nesterov=True, fused=fused)
-        for step in range(5) if skips else (1, 3, 4):
-            weights.grad = torch.full((7,), math.nan if step in skips else 0.5 + step)
-            loop.update(optimizer, ~torch.isfinite(weights.grad.norm()))
-        parameters.append((weights.detach(), optimizer.state[weights]["momentum_buffer"]))
-    assert all(map(torch.equal, *parameters))
-
-
 @pytest.mark.slow
 def test_an_explosion_is_seen_after_a_resume_too(tmp_path: Path, tiny: Settings) -> None:
     """The losses of the first steps are part of a checkpoint."""

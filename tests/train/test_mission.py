@@ -21,8 +21,8 @@ import pytest
 import rich.console
 
 from oktopk.telemetry.figures import summarise
-from oktopk.train.console import end_table
-from oktopk.train.divergence import shown
+from oktopk.telemetry.format import format_value
+from oktopk.train.console import end_table, na
 from oktopk.train.metrics import Counts
 from oktopk.train.plan import Plan
 from tests.integrations.examples import run as run_python
@@ -30,7 +30,7 @@ from tests.integrations.examples import run as run_python
 
 def test_wer_may_pass_one() -> None:
     assert Counts(word_edits=3, words=2).wer == 1.5
-    assert shown(1.5) == "1.5"
+    assert format_value(1.5) == "1.5"
 
 
 def test_an_unknown_figure_says_so_and_why() -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.telemetry.format import format_bytes
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
 from oktopk.train.plan import Plan, make_plan, travel_dense
@@ -77,7 +76,7 @@ def test_the_momentum_is_told(settings: dict[str, Any], said: str) -> None:
     assert ("sparse steps" in str(learning)) == ("sparse steps" in said)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_bytes(workers: int) -> None:
     plan = plan_of(workers=workers)
     numel = sum(parameter.numel() for parameter in make_model("lstman4-small").parameters())
@@ -87,16 +86,9 @@ def test_bytes(workers: int) -> None:
     assert plan.sparse_bytes <= 0.2 * plan.dense_bytes
 
 
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.02, 0.1, 1.0])
-def test_what_travels_dense_is_little(density: float) -> None:
+@pytest.mark.parametrize("density", [0.001, 0.02, 1.0])
+def test_little_travels_dense(density: float) -> None:
     net = make_model("lstman4-small")
     sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
     dense = sum(sizes[name] for name in travel_dense(net, density))
     assert dense <= density * sum(sizes.values()) / 10
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (4_250_000, "4.25 MB"), (2e9, "2 GB")]
-)
-def test_megabytes(count: float, shown: str) -> None:
-    assert format_bytes(count) == shown

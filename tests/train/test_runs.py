@@ -32,7 +32,3 @@ def test_a_run_that_hangs_is_named_with_what_it_printed(tmp_path: Path, tiny: di
 @pytest.mark.timeout(280)
 def test_the_deadline_of_a_run_is_before_that_of_its_test() -> None:
     assert 200 < runs.seconds_left() <= 280 - runs.MARGIN_S
-
-
-def test_the_deadline_of_a_run_without_a_mark_is_before_that_of_every_test(request: pytest.FixtureRequest) -> None:
-    assert 0 < runs.seconds_left() <= float(request.config.getini("timeout")) - runs.MARGIN_S

@@ -1,10 +1,9 @@
-"""Checkpoints: a folder a step, with a file for what all ranks share and one for what each keeps to itself.
+"""Checkpoints: a folder a step, with a file of the state that all ranks share and one of each rank's own state.
 
-It is written under another name and renamed when every rank is done: there is no half checkpoint, whenever a worker is
-killed. `last` and `best` are files that name one; what neither names is removed, but for the one before the last. Files
-are read with `weights_only=True`: they are data.
-
-At another number of workers each gets the mean of the residuals, so that what is pending is conserved.
+A checkpoint is written under another name and renamed when every rank is done, so that no kill leaves half of one. The
+files `last` and `best` name one each. The others are removed, but for the one before the last. Files are read with
+`weights_only=True`: they are data. At another number of workers each gets the mean of the residuals, so that the
+pending update is conserved.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ VERSION = 1
 LAST, BEST = "last", "best"
 SHARED = "shared.pt"
 KEPT = 2
-"""Checkpoints that stay beside the best: the last one, and one to fall back on."""
+"""Checkpoints that stay beside the best: the last, and the one before it to fall back on."""
 
 State = dict[str, Any]
 
 
 def save(run: RunDir, step: int, shared: State, own: State, best: bool) -> Path:
-    """Write a checkpoint; all ranks call this alike, and either all have it or it is not there."""
+    """Write a checkpoint on all ranks, or on none. All ranks call this."""
     folder = run.checkpoints / f"step-{step:08d}"
     unfinished = folder.with_name(f".{folder.name}")
     rank = dist.get_rank()
@@ -98,12 +97,12 @@ def find_last(run: RunDir) -> Path | None:
 
 
 def num_workers(folder: Path) -> int:
-    """Return how many workers wrote a checkpoint."""
+    """Return the number of workers that wrote a checkpoint."""
     return int(_load(folder / SHARED)["size"])
 
 
 def load(folder: Path, rank: int, size: int) -> tuple[State, State]:
-    """Return (what all ranks share, what this rank keeps), for `size` ranks, whatever their number was."""
+    """Return (shared state, state of this rank) for `size` ranks, whatever number wrote it."""
     shared = _load(folder / SHARED)
     if shared.get("version") != VERSION:
         raise StateError(f"{folder} is a checkpoint of version {shared.get('version')}, this is {VERSION}")
@@ -124,13 +123,13 @@ def _load(path: Path) -> State:
 
 
 def _another(folder: Path) -> str:
-    """Return the words that name another checkpoint of the run, if there is one."""
+    """Return a hint at another checkpoint of the run, if there is one."""
     others = [other for other in _all(folder.parent) if other != folder]
     return f"; another one is there: --resume {others[-1]}" if others else ""
 
 
 def _mean_of(states: list[State]) -> State:
-    """Return a state that holds the mean of what the old ranks held back."""
+    """Return a state with the mean of the old ranks' residuals."""
     pending = [state["oktopk"] for state in states]
     residuals = [state["residual"] for state in pending]
     mean = {name: sum(each[name] for each in residuals) / len(residuals) for name in residuals[0]}

@@ -134,6 +134,8 @@ def _fresh(given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, in
 
 def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
     """Return the job of a run that goes on with the settings `given`, and the number of workers it had."""
+    if "recipe" in given:
+        raise SettingError("--resume goes on with the settings of its run: leave --recipe out")
     is_checkpoint = (path / checkpoint.SHARED).is_file()
     run = RunDir.open(path.parent.parent if is_checkpoint else path)
     folder = path if is_checkpoint else checkpoint.find_last(run)

@@ -98,7 +98,9 @@ class Config:
     timeout_s: float = setting(300.0, "seconds that a worker waits for another", open_low=True)
     validate_every: int = setting(1, "epochs from one validation to the next; the last is always validated", low=1)
     checkpoint_every: int = setting(0, "steps from one checkpoint to the next; 0: one at the end of each epoch")
-    on_nonfinite: str = setting("stop", "a NaN or Inf: stop the run, or skip the step", choices=("stop", "skip"))
+    on_nonfinite: str = setting(
+        "raise", "a NaN or Inf: raise an error, or skip (a step of zeros)", choices=("raise", "skip")
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,4 +1,4 @@
-"""Where a run's utterances come from: a folder with manifests, or speech that is made when it is not there yet."""
+"""The utterances of a run: a folder with manifests, or synthetic speech that is made once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from oktopk.train.data.synth import make_speech
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is trained on and what is validated with."""
+    """The utterances to train on and to validate with."""
 
     train: list[Utterance]
     val: list[Utterance]
 
 
 def data_dir_of(config: Config) -> Path:
-    """Return the folder of the data; without a name, synthetic speech goes into the user's cache."""
+    """Return the folder of the data; synthetic speech goes into the user's cache unless a folder is named."""
     if config.data_dir:
         return Path(config.data_dir)
     if config.dataset == "an4":
@@ -40,14 +40,10 @@ def data_dir_of(config: Config) -> Path:
 
 
 def prepare(config: Config) -> None:
-    """Make synthetic speech, if that is wanted and not there."""
+    """Make the synthetic speech of the settings, unless it is there."""
     if config.dataset == "synth-an4":
-        make_speech(
-            data_dir_of(config),
-            config.utterances,
-            val_utterances=config.val_utterances,
-            grammar=cast(Grammar, config.grammar),
-        )
+        grammar = cast(Grammar, config.grammar)
+        make_speech(data_dir_of(config), config.utterances, val_utterances=config.val_utterances, grammar=grammar)
 
 
 def check_enough(config: Config, corpus: Corpus, workers: int) -> None:
@@ -57,7 +53,7 @@ def check_enough(config: Config, corpus: Corpus, workers: int) -> None:
 
 
 def load(config: Config) -> Corpus:
-    """Return the utterances; whatever would stop the training later is an error that names the file, now."""
+    """Return the utterances; a file that would stop the training later is named in an error now."""
     folder = data_dir_of(config)
     if not folder.is_dir():
         raise DataError("missing", folder, "there is no such folder; oktopk data an4 ARCHIVE --out DIR makes one")

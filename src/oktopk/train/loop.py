@@ -1,4 +1,4 @@
-"""`Trainer`: the loop. Batches in; a net, a record of every step and checkpoints out; on any number of workers."""
+"""`Trainer`: the training loop of one worker, with a record of every step and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +23,7 @@ import oktopk
 from oktopk.steps import READBACK_DELAY
 from oktopk.telemetry import StepRecord
 from oktopk.telemetry.figures import finite
-from oktopk.telemetry.format import format_bytes
+from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, from_row, to_row
 from oktopk.train import checkpoint
 from oktopk.train.collectives import all_or_none, check_same_weights, gather, share_buffers, total
@@ -43,12 +44,12 @@ NEVER = 10**9
 """Dense steps of a run whose compressor is dense."""
 
 RESIDUAL_EVERY = 10
-"""Steps from one norm of the residual to the next: each is a pass over it, 5 ms at 27.6 M elements."""
+"""Steps from one norm of the residual to the next, because each takes 5 ms at 27.6 M elements."""
 
 
 @dataclass
 class Progress:
-    """Where the run is: with the weights and what the exchange holds back, all that a resumed run needs to know."""
+    """Position of the run and sums so far, as a checkpoint holds them."""
 
     epoch: int = 0
     step_of_epoch: int = 0
@@ -63,26 +64,30 @@ class Progress:
         """The mean loss of the epoch's steps so far."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch, self.step_of_epoch, self.loss_sum, self.loss_count = self.epoch + 1, 0, 0.0, 0
+
 
 class Trainer:
-    """One worker of a run. All workers make one, and call its methods alike."""
+    """One worker of a run. All workers construct one and call the same methods in the same order."""
 
     def __init__(
         self, config: Config, place: Place, corpus: Corpus, plan: Plan, run_logger: RunLogger, console: Console
     ) -> None:
         self.config, self.place, self.plan, self.run_logger, self.console = config, place, plan, run_logger, console
         self.device = torch.device(plan.device)
-        self.train_batches, self.val_batches = self._batches(corpus)
+        batches = partial(
+            Batches, batch_size=config.batch_size, rank=place.rank, world_size=place.size, seed=config.seed
+        )
+        self.train_batches = batches(corpus.train, augmentation=config.augmentation())
+        self.val_batches = batches(corpus.val, evaluation=True)
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn).to(self.device)
         self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
         rates = config.rates_at(0, "dense")
         self.optimizer = torch.optim.SGD(
-            self.net.parameters(),
-            lr=rates.lr,
-            momentum=rates.momentum,
-            nesterov=rates.momentum > 0,
-            fused=self.device.type == "cuda",  # which takes `found_inf`, see `_update`
+            self.net.parameters(), lr=rates.lr, momentum=rates.momentum, nesterov=rates.momentum > 0
         )
         self._records: SimpleQueue[StepRecord] = SimpleQueue()
         self._unfinished: deque[_Step] = deque()
@@ -92,19 +97,12 @@ class Trainer:
             dense_steps=NEVER if config.is_dense else config.dense_steps,
             exclude=travel_dense(self.net, config.density),
             clip=config.clip if config.clip and config.clip_place == "local" else None,
-            on_nonfinite="skip",  # the loop reports it, and stops if it has to
+            on_nonfinite="skip",  # `_check_health` raises, with step and learning rate
             sinks=[self._records.put],
             timeout=config.timeout_s,
         )
         self.progress = Progress()
         self.health = Health()
-
-    def _batches(self, corpus: Corpus) -> tuple[Batches, Batches]:
-        shares: dict[str, Any] = {"rank": self.place.rank, "world_size": self.place.size, "seed": self.config.seed}
-        return (
-            Batches(corpus.train, batch_size=self.config.batch_size, augmentation=self.config.augmentation(), **shares),
-            Batches(corpus.val, batch_size=self.config.batch_size, evaluation=True, **shares),
-        )
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, as if the run had never stopped."""
@@ -114,10 +112,9 @@ class Trainer:
         self.optimizer.load_state_dict(shared["optimizer"])
         self.progress = Progress(**shared["progress"])
         self.health = Health(**shared["health"])
-        # At another number of workers an epoch has other steps; as much of it is over as before.
-        self.progress.step_of_epoch = (
-            self.progress.step_of_epoch * self.plan.steps_per_epoch // shared["steps_per_epoch"]
-        )
+        # At another number of workers an epoch has another number of steps; the same part of it is over.
+        done, before = self.progress.step_of_epoch, shared["steps_per_epoch"]
+        self.progress.step_of_epoch = done * self.plan.steps_per_epoch // before
         if "pending" in own:  # another number of workers
             self.sparse.load_residual(**own["pending"])
         elif own["oktopk"]["algorithm"] != type(self.sparse.algorithm).__name__:  # another compressor
@@ -126,11 +123,11 @@ class Trainer:
             self.sparse.load_state_dict(own["oktopk"])
         self.run_logger.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
         self.run_logger.event("resume", self.progress.step, f"resumed from {folder.name}")
-        if "generators" in own:  # at another number of workers there are none to go on with
+        if "generators" in own:  # only with the same number of workers
             set_rng_state(own["generators"], self.device)
 
     def run(self) -> dict[str, Any]:
-        """Train to the end; return the figures of the run."""
+        """Train to the end; return the summary of the run."""
         try:
             with self.console:
                 while self.progress.epoch < self.config.max_epochs and not self._is_over():
@@ -141,7 +138,7 @@ class Trainer:
         return self.run_logger.finish()
 
     def _is_over(self) -> bool:
-        """Whether `max_steps` ends the run, amid an epoch maybe."""
+        """Return whether `max_steps` ends the run, even amid an epoch."""
         return 0 < self.config.max_steps <= self.progress.step
 
     @property
@@ -171,8 +168,11 @@ class Trainer:
         laps.end("data")
         loss = self._forward_backward(work)
         laps.end("compute")
+        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
+            # A NaN in a running mean would never leave it. On a GPU the device alone knows whether there is one.
+            buffer.copy_(torch.where(torch.isfinite(loss), buffer, before))
         rates = self.config.rates_at(self.progress.epoch, self._phase)
-        norm = self._update(rates, buffers)
+        norm = self._update(rates)
         figures = torch.stack([loss, norm, self._residual_norm()]).to("cpu", non_blocking=True)
         laps.end("update")
         step = _Step(
@@ -197,7 +197,7 @@ class Trainer:
         return self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
 
     def _forward_backward(self, work: list[Batch]) -> Tensor:
-        """Return this rank's loss, averaged over the passes; the gradients are summed over them, and then exchanged."""
+        """Return this rank's mean loss over the passes; the last backward exchanges the sum of their gradients."""
         self.optimizer.zero_grad()
         losses = []
         for i, batch in enumerate(work):
@@ -209,23 +209,20 @@ class Trainer:
             losses.append(loss.detach().double())
         return torch.stack(losses).sum()
 
-    def _update(self, rates: Rates, buffers: list[Tensor]) -> Tensor:
-        """Clip the mean over workers, if that is wanted, and step; return the gradient's norm before.
+    def _update(self, rates: Rates) -> Tensor:
+        """Clip the mean over workers if the setting says so, and step; return the gradient's norm before.
 
-        A skipped step delivers zeros. It changes no weight and no buffer; on a GPU the device alone decides that.
+        A skipped step delivers zeros: the optimizer goes on with its momentum alone.
         """
-        clipped = self.config.clip_place == "global" or self._phase == "dense"  # the exchange clips sparse steps only
+        clipped = self.config.clip_place == "global" or self._phase == "dense"  # `attach` clips sparse steps only
         clip = self.config.clip if self.config.clip and clipped else math.inf
         norm = clip_grad_norm_(self.net.parameters(), clip)
-        skipped = ~((norm > 0) & torch.isfinite(norm))
         set_rates(self.optimizer, rates)
-        update(self.optimizer, skipped)
-        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
-            buffer.copy_(torch.where(skipped, before, buffer))
+        self.optimizer.step()
         return norm
 
     def _finish_steps(self, but: int = 0) -> None:
-        """Check and write the steps that were made, except for the last few, which the GPU may not have finished."""
+        """Check and write the steps so far, except for the last `but`, which the GPU may not have finished."""
         if not but:
             self.sparse.flush()
         while len(self._unfinished) > but:
@@ -246,21 +243,21 @@ class Trainer:
             self._write(made, ranks, step.rates, None if made.skipped else norm)
 
     def _check_health(self, made: StepRecord, ranks: list[dict[str, Any]], lr: float, norm: float | None) -> None:
-        """Stop, or note, a step whose numbers mean nothing; every rank sees the same numbers, and does the same."""
+        """Raise or warn if a loss or gradient is not finite or explodes; all ranks see the same numbers."""
         step, before = made.step, self.progress.grad_norm
         losses = [_loss_of(rank) for rank in ranks]
         if made.skipped or not all(map(math.isfinite, [*losses, norm or 0.0])):
             message = nonfinite_message(step, losses, lr, before, made.reason or "loss or gradient norm is not finite")
-            self._warn_or_stop("non-finite", step, message)
+            self._warn_or_raise("non-finite", step, message)
             return
         per_character = [rank["loss"] * rank["utterances"] / max(1.0, rank["characters"]) for rank in ranks]
         exploded = self.health.check(per_character, step, lr, norm, lambda: largest_gradient(self.net))
         if exploded is not None:
-            self._warn_or_stop("exploded", step, exploded)
+            self._warn_or_raise("exploded", step, exploded)
 
-    def _warn_or_stop(self, event: str, step: int, message: str) -> None:
+    def _warn_or_raise(self, event: str, step: int, message: str) -> None:
         self.run_logger.event(event, step, message)
-        if self.config.on_nonfinite == "stop":  # one rank tells it, all end
+        if self.config.on_nonfinite == "raise":  # on all ranks; rank 0 has the message
             raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
         self.console.warn(message)
 
@@ -291,9 +288,9 @@ class Trainer:
             progress.grad_norm = norm
 
     def _announce_sparse(self, made: StepRecord) -> None:
-        ratio = "n/a" if made.compression_ratio is None else f"{made.compression_ratio:.1f}"
         message = (
-            f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, compression ratio {ratio}, "
+            f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, "
+            f"compression ratio {format_value(made.compression_ratio)}, "
             f"{format_bytes(made.sent_bytes)} sent where a dense step sends {format_bytes(self.plan.dense_bytes)}"
         )
         self.run_logger.event("first-sparse", made.step, message)
@@ -320,12 +317,7 @@ class Trainer:
         best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
         if self._is_epoch_whole:  # else max_steps ended it, and a resumed run may go on with it
             progress.best_wer = wer if best else progress.best_wer
-            progress.epoch, progress.step_of_epoch, progress.loss_sum, progress.loss_count = (
-                progress.epoch + 1,
-                0,
-                0.0,
-                0,
-            )
+            progress.end_epoch()
         self._checkpoint(best)
 
     def _checkpoint_if_due(self) -> None:
@@ -351,7 +343,7 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float | None]:
-        """Return loss, WER and CER over the validation set, each worker having looked at its share of it."""
+        """Return loss, WER and CER over the validation set, of which each worker evaluates its share."""
         share_buffers(self.net)
         self.net.eval()
         transcripts, loss_sum, count = Transcripts(), 0.0, 0
@@ -364,24 +356,20 @@ class Trainer:
         self.net.train()
         losses = total(torch.tensor([loss_sum, count], dtype=torch.float64))
         counts = Counts.from_tensor(total(transcripts.counts().to_tensor()))
-        return {
-            "val_loss": finite(float(losses[0] / losses[1])) if losses[1] else None,
-            "wer": counts.wer,
-            "cer": counts.cer,
-        }
+        val_loss = finite(float(losses[0] / losses[1])) if losses[1] else None
+        return {"val_loss": val_loss, "wer": counts.wer, "cer": counts.cer}
 
 
 def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
-    """Give the optimizer its figures for the next step; where the momentum changes, scale its buffers to it.
+    """Set the rates of the next step; where the momentum changes, scale the momentum buffers.
 
     Under a steady gradient g a buffer is g / (1 - momentum). Left at 10 g with a momentum of 0.5 at 5 times the
-    learning rate, the first updates would be too large by up to a factor of 2.
-
-    The momentum before is the optimizer's own, and so part of its state: a resumed run scales neither twice nor never.
+    learning rate, the first updates would be too large by up to a factor of 2. The momentum before is part of the
+    optimizer's state, so that a resumed run scales exactly once.
     """
     for group in optimizer.param_groups:
         if group["momentum"] != rates.momentum:
-            # SGD leaves its buffers alone while the momentum is 0: they are of a gradient of long ago.
+            # SGD does not update its buffers while the momentum is 0: they hold an old gradient.
             scale = (1 - group["momentum"]) / (1 - rates.momentum) if group["momentum"] else 0.0
             for parameter in group["params"]:
                 buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
@@ -393,20 +381,6 @@ def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
 def _loss_of(rank: dict[str, Any]) -> float:
     """Return the loss of a rank, NaN where it is not finite."""
     return math.nan if rank["loss"] is None else rank["loss"]
-
-
-def update(optimizer: torch.optim.SGD, skipped: Tensor) -> None:
-    """Make a step of the optimizer unless `skipped`; a fused optimizer decides that on its device."""
-    if not optimizer.defaults["fused"]:
-        if not skipped:
-            optimizer.step()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            # A first step that is skipped would leave a buffer that was never written.
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-    optimizer.grad_scale, optimizer.found_inf = None, skipped.float()  # type: ignore[attr-defined]
-    optimizer.step()
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,9 @@
-"""`Plan`: what a run is going to do, said before it does it."""
+"""`Plan`: steps and bytes of a run, known before its first step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from oktopk.train.models import make_model
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Figures known before the first step; bytes are those that one worker sends in a step.
+    """The plan; bytes are those that one worker sends in a step.
 
     sparse_numel    elements of the parameters that sparse steps send sparsely; the others always travel dense
     """
@@ -38,7 +39,7 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch: what is left over at its end is not used."""
+        """Steps of an epoch; the utterances after the last whole step are not used."""
         return self.utterances // (self.workers * self.config.batch_size) // self.config.nsteps_update
 
     @property
@@ -58,7 +59,7 @@ class Plan:
         return 2 * WORD_BYTES * self.numel * (self.workers - 1) // self.workers
 
     def _algorithm(self) -> Algorithm:
-        """Return the algorithm as it sends on this device: where steps stay on a GPU, nothing is packed."""
+        """Return the algorithm as it sends on this device: a step on the GPU sends float32."""
         algorithm = self.config.algorithm()
         if not isinstance(algorithm, OkTopk):
             return algorithm
@@ -68,22 +69,21 @@ class Plan:
     @property
     def sparse_bytes(self) -> int:
         """Bytes that a worker typically sends in a sparse step, headers and agreements aside."""
-        side = 2 * WORD_BYTES * (self.numel - self.sparse_numel) * (self.workers - 1) // self.workers
-        return side + round(WORD_BYTES * predict(self._algorithm(), self.sparse_numel, self.workers).typical)
+        dense_tail = 2 * WORD_BYTES * (self.numel - self.sparse_numel) * (self.workers - 1) // self.workers
+        return dense_tail + round(WORD_BYTES * predict(self._algorithm(), self.sparse_numel, self.workers).typical)
 
     @property
     def warning(self) -> str | None:
-        """What the user has to know before it starts, if anything."""
+        """A warning if no step will be sparse."""
         if self.config.is_dense or self.sparse_steps:
             return None
         return (
             f"no step will be sparse: the run has {self.steps} steps, and the first {self.config.dense_steps} are "
-            "dense; "
-            f"--dense-steps {max(0, self.steps // 4)} or more epochs would let {self.config.compressor} run"
+            f"dense; --dense-steps {self.steps // 4} or more epochs would let {self.config.compressor} run"
         )
 
     def table(self) -> Table:
-        """Return the plan as people read it."""
+        """Return the plan as a table for the terminal."""
         config, table = self.config, Table(title="the plan", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column()
@@ -122,7 +122,7 @@ class Plan:
 
 
 def make_plan(config: Config, workers: int, utterances: int, val_utterances: int, data_dir: Path, device: str) -> Plan:
-    """Return the plan; the net is only looked at, not made."""
+    """Return the plan; the net is made without memory for its weights."""
     with torch.device("meta"):
         model = make_model(config.dnn)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -140,16 +140,12 @@ def make_plan(config: Config, workers: int, utterances: int, val_utterances: int
 
 
 def travel_dense(model: nn.Module, density: float) -> list[str]:
-    """Return the parameters that sparse steps send whole: the smallest of the small ones, biases and the like.
+    """Return the parameters that sparse steps send whole: the smallest tensors, such as biases.
 
-    Together they are at most a tenth of what is sent, so that density means what it says for a small net too.
+    Together they are at most a tenth of the elements sent, so that a small net keeps about its density, too.
     """
     small = {name: p.numel() for name, p in model.named_parameters() if small_or_vector(name, p)}
-    room = density * sum(parameter.numel() for parameter in model.parameters()) / 10
-    chosen = []
-    for name in sorted(small, key=lambda name: small[name]):
-        room -= small[name]
-        if room < 0:
-            break
-        chosen.append(name)
-    return chosen
+    capacity = density * sum(parameter.numel() for parameter in model.parameters()) / 10
+    names = sorted(small, key=lambda name: small[name])
+    totals = accumulate(small[name] for name in names)
+    return [name for name, total in zip(names, totals, strict=True) if total <= capacity]

@@ -1,4 +1,4 @@
-"""The state of every random number generator that a net or its data may draw from, as a checkpoint holds it."""
+"""States of the random number generators, as a checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python, NumPy, PyTorch and the worker's GPU, of types that `weights_only=True` loads."""
+    """Return the states of Python, NumPy, PyTorch and the GPU, as types that `weights_only=True` loads."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -21,7 +21,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put the generators where they were. A run that moved to a GPU or off it has none to restore for that."""
+    """Restore the generators; that of the GPU only if the run was on a GPU before, too."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -1,13 +1,13 @@
-"""`RunDir`: everything that a run leaves behind, in one folder.
+"""`RunDir`: the folder of a run.
 
 runs/NAME/
   config.json      every setting
-  versions.json    what it ran with
+  versions.json    versions of oktopk, torch, Python and the system
   metrics.jsonl    one record a line: the run, every step, every epoch, every event
-  summary.json     the figures of the end
-  logs/            what each worker had to say
+  summary.json     the summary at the end
+  logs/            a log of each worker
   tensorboard/     the same scalars
-  checkpoints/     step-N/, and which of them is the last and which the best
+  checkpoints/     step-N/, and the files `last` and `best` that name one
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from oktopk.train.config import Config
 
 
 class RunError(OktopkError, ValueError):
-    """A run folder that cannot be made, or is none."""
+    """A folder that cannot be written, or is not that of a run."""
 
 
 class RunDir:
@@ -46,7 +47,7 @@ class RunDir:
 
     @staticmethod
     def create(runs: Path, name: str, config: Config) -> RunDir:
-        """Make a new folder `runs/name`; the same name again gets a number."""
+        """Make the folder `runs/name`; if it exists, `runs/name-2` and so on."""
         run = RunDir(_unused(runs, name))
         try:
             for folder in (run.logs, run.checkpoints):
@@ -72,7 +73,7 @@ class RunDir:
         return Config.from_json(self.config.read_text(encoding="utf-8"), self.config)
 
     def change_config(self, config: Config) -> None:
-        """Write other settings, with which the run goes on."""
+        """Write the settings with which the run goes on."""
         write_text(self.config, config.to_json())
 
     def log(self, rank: int, line: str) -> None:
@@ -83,7 +84,7 @@ class RunDir:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file all at once: whoever reads it, whenever, sees the old text or the new."""
+    """Write a file atomically: a reader sees the old text or the new."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
         try:
@@ -98,7 +99,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in what goes wrong: the system does not say which one the disk had no room for."""
+    """Name the file in the error: the system does not say for which one the disk had no room."""
     try:
         yield
     except OSError as error:
@@ -106,10 +107,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _unused(runs: Path, name: str) -> Path:
-    number = 1
-    while (path := runs / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return path
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(runs.joinpath, names) if not path.exists())
 
 
 def _versions() -> dict[str, Any]:
