@@ -1,10 +1,10 @@
-"""Ok-Topk under Hugging Face Accelerate: two CPU processes, a small net, and what it sent.
+"""Ok-Topk under Hugging Face Accelerate: two CPU processes train a small net and print the traffic.
 
     torchrun --nproc-per-node 2 examples/accelerate_ddp.py
 
 Accelerate's own way to a communication hook, `DistributedDataParallelKwargs(comm_hook=...)`, takes a member of the
-closed enum `DDPCommunicationHookType` (fp16, bf16, PowerSGD); it looks up anything else, finds nothing, and registers
-nothing, without a word. So attach to the DDP model that `prepare` returns.
+closed enum `DDPCommunicationHookType` (fp16, bf16, PowerSGD) and ignores anything else without a word. So attach to the
+DDP model that `prepare` returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ok-Topk under PyTorch Lightning: two CPU processes, a small net, and what it sent.
+"""Ok-Topk under PyTorch Lightning: two CPU processes train a small net and print the traffic.
 
     python examples/lightning_ddp.py
 

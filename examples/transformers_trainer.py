@@ -1,9 +1,9 @@
-"""Ok-Topk under Hugging Face's Trainer: two CPU processes, a tiny language model from scratch, and what it sent.
+"""Ok-Topk under Hugging Face's Trainer: two CPU processes train a tiny language model and print the traffic.
 
     torchrun --nproc-per-node 2 examples/transformers_trainer.py
 
-`TrainingArguments` has no setting for a communication hook, and a `TrainerCallback` is shown the bare model, never the
-DDP one. `attach` adds a callback that asks the trainer for its DDP model before the first step, and keeps the residuals
+`TrainingArguments` has no setting for a communication hook, and a `TrainerCallback` gets the bare model, never the DDP
+one. `attach` adds a callback that takes the DDP model from the trainer before the first step, and keeps the residuals
 in the trainer's checkpoints. Nothing is downloaded: the text is a random walk that the model has to learn.
 """
 

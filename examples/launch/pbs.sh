@@ -8,7 +8,7 @@
 set -euo pipefail                  # a step that fails fails the job
 cd "$PBS_O_WORKDIR"                # PBS starts in the home folder; runs/ is made where qsub was called
 
-# What the login shell had: the environment in which `oktopk` is installed, on a file system that all nodes see.
+# The environment in which `oktopk` is installed, on a file system that all nodes see.
 # module load ...
 # source "$HOME/venvs/oktopk/bin/activate"
 
@@ -17,18 +17,18 @@ cd "$PBS_O_WORKDIR"                # PBS starts in the home folder; runs/ is mad
 WORKERS_PER_NODE=4
 NODES=$(sort -u "$PBS_NODEFILE" | wc -l)      # the file has a line for each slot, not for each node
 
-# Where rank 0 waits for the others. Said here, since only this node is sure to have the file that PBS_NODEFILE names.
+# The host of rank 0. It is set here, because only this node is sure to have the file that PBS_NODEFILE names.
 MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
-# A port of this job's own, from its number: two jobs on one node do not take each other's.
+# A port from the job's number, so that two jobs on one node have two.
 MASTER_PORT=$((20000 + ${PBS_JOBID%%[!0-9]*} % 12000))
 export MASTER_ADDR MASTER_PORT
 
 # The network to use, if a node has several and the first one is not it (`ip -brief address` lists them).
 # export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0
 
-# This is the mpiexec of PALS (HPE), which hands the environment to the workers and MPICH's does, too; with Open MPI:
+# This is the mpiexec of PALS (HPE). It passes the environment on to the workers, as MPICH's does. With Open MPI:
 #   mpiexec -np N --map-by ppr:4:node -x MASTER_ADDR -x MASTER_PORT oktopk train ...
-# --depth and --cpu-bind: cores for the threads of each worker, and no two workers on one.
+# --depth and --cpu-bind give each worker cores of its own for its threads.
 mpiexec -n $((NODES * WORKERS_PER_NODE)) --ppn "$WORKERS_PER_NODE" --depth 8 --cpu-bind depth \
     oktopk train \
     --dnn lstman4 \

@@ -10,7 +10,7 @@
 
 set -euo pipefail                  # a step that fails fails the job
 
-# What the login shell had: the environment in which `oktopk` is installed, on a file system that all nodes see.
+# The environment in which `oktopk` is installed, on a file system that all nodes see.
 # module load ...
 # source "$HOME/venvs/oktopk/bin/activate"
 
@@ -19,12 +19,12 @@ set -euo pipefail                  # a step that fails fails the job
 # The network to use, if a node has several and the first one is not it (`ip -brief address` lists them).
 # export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
 
-# srun does not take over --cpus-per-task from sbatch since SLURM 22.05.
+# Since SLURM 22.05 srun does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
-# --kill-on-bad-exit: when a worker dies the others end at once, and not only when they have waited for it.
-# Rank, world size and where to meet are found in what srun sets: no --nproc here.
-# --name: the same job, run again, is a run of its own; all workers write into one folder, which all nodes must see.
+# --kill-on-bad-exit: when a worker dies the others end at once, not after their timeout.
+# oktopk reads rank, world size and the first host from the variables of srun: no --nproc here.
+# --name: all workers write into one folder, which all nodes must see.
 srun --kill-on-bad-exit=1 \
     oktopk train \
     --dnn lstman4 \

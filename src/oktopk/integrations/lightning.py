@@ -1,7 +1,7 @@
 """Ok-Topk under PyTorch Lightning.
 
-Lightning's own `DDPStrategy(ddp_comm_hook=...)` registers a hook on CUDA only, and drops it without a word elsewhere;
-this callback attaches on any device.
+Lightning's own `DDPStrategy(ddp_comm_hook=...)` registers a hook on CUDA only, and ignores it elsewhere. This callback
+attaches on any device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ except ImportError as error:
     raise ImportError("oktopk.integrations.lightning needs Lightning: pip install lightning") from error
 
 KEY = "oktopk"
-"""Where in a checkpoint the residuals are: a list of every rank's `Attached.state_dict`."""
+"""Key of the residuals in a checkpoint: a list of every rank's `Attached.state_dict`."""
 
 
 class OktopkCallback(Callback):
-    """Attaches to the DDP model before the first step of `fit`; takes what `oktopk.attach` takes.
+    """Attaches to the DDP model before the first step of `fit`, with the settings of `oktopk.attach`.
 
     sparse    the `Attached` of the latest `fit`; it is detached when `fit` is over, and keeps its summary
     """
@@ -36,7 +36,7 @@ class OktopkCallback(Callback):
         self._loaded: list[dict[str, Any]] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Attach; the strategy has wrapped the model by now, and restored the checkpoint."""
+        """Attach: the strategy has wrapped the model and restored the checkpoint."""
         model = ddp_of(trainer.strategy.model, 'use Trainer(strategy="ddp", devices=2 or more)')
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.sparse = attach(model, self._algorithm, **{"scaler": scaler, **self._settings})
@@ -45,7 +45,7 @@ class OktopkCallback(Callback):
             self._loaded = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: MutableMapping[str, Any]) -> None:  # noqa: ARG002
-        """Gather every rank's state into the one file that Lightning writes. All ranks come here."""
+        """Gather every rank's state into the one file that Lightning writes. All ranks call this."""
         if self.sparse is None:
             return
         every: list[Any] = [None] * self.sparse.size
@@ -53,10 +53,10 @@ class OktopkCallback(Callback):
         checkpoint[KEY] = every
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: MutableMapping[str, Any]) -> None:  # noqa: ARG002
-        """Keep the states for `on_fit_start`: the model is not wrapped yet."""
+        """Keep the states for `on_fit_start`, because the model is not wrapped yet."""
         self._loaded = checkpoint.get(KEY)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Detach when `fit` is over; Lightning has taken the model out of DDP by now."""
+        """Detach when `fit` is over: Lightning has taken the model out of DDP."""
         if self.sparse is not None and stage == "fit":
             self.sparse.detach()

@@ -1,4 +1,4 @@
-"""What the trainers have in common: a DDP model somewhere inside, and checkpoints that are directories."""
+"""Helpers of the integrations: find the DDP model, and keep residuals in checkpoint directories."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from oktopk.ddp.checkpoint import load_distributed, save_distributed
 from oktopk.errors import SettingError
 
 FOLDER = "oktopk"
-"""Where in a checkpoint the residuals are."""
+"""Name of the folder of the residuals in a checkpoint."""
 
 
 def ddp_of(model: object, how: str) -> DistributedDataParallel:
-    """Return the DDP model that a trainer trains; `how` says how to get one."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    """Return the DDP model of a trainer; the error says with `how` how to get one."""
+    model = getattr(model, "_orig_mod", model)  # the model inside torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise SettingError(f"the model is a {type(model).__name__}, not in DDP, so there is no exchange: {how}")
     return model
 
 
 def save_beside(checkpoint: str | os.PathLike[str], attached: Attached) -> None:
-    """Put every rank's residuals into a checkpoint directory that all ranks see. All ranks call this alike."""
+    """Put every rank's residuals into a checkpoint directory that all ranks see. All ranks call this."""
     save_distributed(Path(checkpoint) / FOLDER, attached)
 
 
 def load_beside(checkpoint: str | os.PathLike[str], attached: Attached) -> None:
-    """Go on from what `save_beside` wrote, and say so, or that there is nothing. All ranks call this alike."""
+    """Load the residuals that `save_beside` wrote, and print that, or that there are none. All ranks call this."""
     folder = Path(checkpoint) / FOLDER
     if folder.is_dir():
         load_distributed(folder, attached)

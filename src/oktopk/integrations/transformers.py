@@ -1,7 +1,7 @@
 """Ok-Topk under Hugging Face's `Trainer`.
 
-`TrainingArguments` has no setting for a communication hook, and callbacks are shown the bare model, never the DDP one;
-so this callback asks the trainer itself for it.
+`TrainingArguments` has no setting for a communication hook, and callbacks get the bare model, never the DDP one. This
+callback takes the DDP model from the trainer itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def attach(trainer: Any, algorithm: Algorithm | str, **settings: Any) -> OktopkCallback:
-    """Make `trainer.train()` attach before its first step; takes what `oktopk.attach` takes."""
+    """Make `trainer.train()` attach before its first step, with the settings of `oktopk.attach`."""
     callback = OktopkCallback(trainer, algorithm, settings)
     trainer.add_callback(callback)
     return callback
@@ -33,16 +33,16 @@ def attach(trainer: Any, algorithm: Algorithm | str, **settings: Any) -> OktopkC
 class OktopkCallback(TrainerCallback):
     """Attaches when training begins, and keeps the residuals in the trainer's checkpoints.
 
-    sparse    the `Attached`, from the beginning of training on; further calls of `train` go on with it
+    sparse    the `Attached`, once training has begun; further calls of `train` go on with it
     """
 
     def __init__(self, trainer: Any, algorithm: Algorithm | str, settings: dict[str, Any]) -> None:
         self.sparse: Attached | None = None
-        self._model: Any = None  # what `sparse` is attached to
+        self._model: Any = None  # the one to which `sparse` is attached
         self._trainer, self._algorithm, self._settings = trainer, algorithm, settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Attach: the model is in DDP by now, and the checkpoint, if any, is loaded."""
+        """Attach: the model is in DDP, and the checkpoint, if any, is loaded."""
         model = ddp_of(self._trainer.model_wrapped, "start two processes or more, with torchrun")
         if self.sparse is None or model is not self._model or not self.sparse.active:
             if self.sparse is not None:
@@ -54,7 +54,7 @@ class OktopkCallback(TrainerCallback):
             load_beside(args.resume_from_checkpoint or self._checkpoint(args, state), self.sparse)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Put the residuals into the checkpoint that the trainer has just written. All ranks come here."""
+        """Put the residuals into the checkpoint that the trainer has just written. All ranks call this."""
         if self.sparse is not None and not state.is_hyper_param_search:  # whose checkpoints lie elsewhere
             save_beside(self._checkpoint(args, state), self.sparse)
 
