@@ -35,6 +35,8 @@ from tests.train.runs import Ended, Settings, last, same_weights, succeed, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 long = pytest.mark.long
+SAMPLED = {"residual_norm", "oldest_wait_steps"}
+"""Figures that are measured in some of the sparse steps."""
 
 
 def assert_all_finite(ended: Ended) -> None:
@@ -66,9 +68,9 @@ def test_crossing_the_boundary(mixed: Ended) -> None:
         assert step["nominal_bytes"] == 4 * step["numel"]
         assert step["sent_bytes"] >= 4 * step["numel"]  # 2 (P-1)/P n words at P = 2
         unknown = {name for name, value in step.items() if value is None}
-        assert unknown <= {"threshold", "global_threshold", "reason", "residual_norm"}  # of sparse steps alone
+        assert unknown <= {"threshold", "global_threshold", "reason", *SAMPLED}  # of sparse steps alone
     for step in steps[3:]:
-        assert step["sparsity"] == pytest.approx(0.97, abs=0.005)
+        assert step["sparsity"] == pytest.approx(0.97, abs=0.012)
         assert step["sparsity"] == 1 - step["nnz"] / step["numel"]
         assert step["compression_ratio"] == step["numel"] / step["nnz"]
         assert step["sent_bytes"] < 0.1 * steps[0]["sent_bytes"]
@@ -78,9 +80,9 @@ def test_crossing_the_boundary(mixed: Ended) -> None:
 def test_every_rank_has_its_figures_from_the_first_step(mixed: Ended) -> None:
     for step in mixed.raw_steps:
         first, second = step["ranks"]
-        assert len(first) == len(second) == 14
+        assert first.keys() == second.keys() == mixed.raw_steps[-1]["ranks"][0].keys()
         unknown = {name for rank in step["ranks"] for name, value in rank.items() if value is None}
-        assert unknown <= {"residual_norm"}  # which is measured now and then
+        assert unknown <= SAMPLED
         assert step["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2)
         assert step["utterances"] == 4
         assert first["seconds"] == step["seconds"]

@@ -22,7 +22,7 @@ import rich.console
 
 from oktopk.telemetry.figures import summarise
 from oktopk.telemetry.format import format_value
-from oktopk.train.console import end_table, na
+from oktopk.train.console import end_table
 from oktopk.train.metrics import Counts
 from oktopk.train.plan import Plan
 from tests.integrations.examples import run as run_python

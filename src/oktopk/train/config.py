@@ -32,17 +32,10 @@ class Rates:
     momentum: float
 
 
-def setting(
-    default: Any,
-    text: str,
-    *,
-    choices: Collection[str] = (),
-    low: float = 0,
-    high: float = MAX_FLOAT,
-    open_low: bool = False,
-) -> Any:
-    """Return a field with its help text, and the choices of a text or the limits of a number."""
-    return field(default=default, metadata={"help": text, "choices": choices, "limits": (low, high, open_low)})
+def setting(default: Any, text: str, choices: Collection[str] = (), **limits: float) -> Any:
+    """Return a field with its help text, and the choices of a text or the limits of a number, as of `within`."""
+    limits = {"low": 0, "high": MAX_FLOAT, **limits}
+    return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +101,7 @@ class Config:
             if choices:
                 one_of(each.name, value, choices)
             elif not isinstance(value, (str, bool)):
-                low, high, open_low = each.metadata["limits"]
-                within(each.name, value, low, high, open_low=open_low)
+                within(each.name, value, **each.metadata["limits"])
         self.algorithm()  # refuses what the algorithm refuses, before any worker starts
 
     def algorithm(self) -> Algorithm:

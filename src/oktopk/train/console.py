@@ -11,7 +11,7 @@ from rich.table import Table
 
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.reader import Record
-from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue
+from oktopk.telemetry.schema import EpochRecord, TrainStep, catalogue
 from oktopk.train.plan import Plan
 
 LINES_PER_EPOCH = 4
@@ -62,14 +62,10 @@ class Console:
 
     def end_epoch(self, record: EpochRecord) -> None:
         """Print the figures of an epoch."""
-        figures = ", ".join(
-            f"{catalogue(EpochRecord)[name].heading} {format_value(getattr(record, name))}"
-            for name in ("val_loss", "wer", "cer")
-        )
-        validation = figures if record.validated else "not validated"
+        validation = ", ".join(_figure(record, name) for name in ("val_loss", "wer", "cer"))
         self.out.print(
-            f"[bold]epoch {record.epoch + 1}/{self._epochs}[/]  step {record.step}  "
-            f"train loss {format_value(record.train_loss)}  {validation}  {record.epoch_seconds:.1f} s"
+            f"[bold]epoch {record.epoch + 1}/{self._epochs}[/]  step {record.step}  {_figure(record, 'train_loss')}  "
+            f"{validation if record.validated else 'not validated'}  {record.epoch_seconds:.1f} s"
         )
 
 
@@ -85,10 +81,8 @@ def _figures(record: TrainStep, between: str) -> str:
     parts = " ".join(f"{name} {100 * value / seconds:.0f}%" for name, value in record.split.items())
     figures = " ".join(_figure(record, name) for name in ("sparsity", "compression_ratio"))
     return (
-        f"loss {format_value(record.loss)}  lr {record.lr:.3g}  {record.utterances / seconds:.0f} utt/s  {parts}"
-        f"{between}"
-        f"{record.phase} sparsity {record.sparsity:.3f} ratio {format_value(record.compression_ratio)}  "
-        f"{format_bytes(record.sent_bytes / seconds)}/s"
+        f"{_figure(record, 'loss')}  {_figure(record, 'lr')}  {record.utterances / seconds:.0f} utt/s  {parts}"
+        f"{between}{record.phase} {figures}  {format_bytes(record.sent_bytes / seconds)}/s"
     )
 
 
@@ -103,24 +97,27 @@ def end_table(summary: Record, plan: Plan, reference: dict[str, float]) -> Table
 
 
 def _rows(summary: Record, plan: Plan, reference: dict[str, Any]) -> dict[str, str]:
-    why = "no step was sparse" if not summary["sparse_steps"] else ""
+    first, *figures = (format_value(summary[name]) for name in ("first_loss", "train_loss", "val_loss", "wer", "cer"))
+    train_loss, val_loss, wer, cer = figures
     dense = f"  (dense, same recipe, stored reference: {format_value(reference['wer'])})" if "wer" in reference else ""
-    seconds = summary["seconds"]
-    whole = sum(seconds.values())
-    per_step = summary["seconds_per_step"]
+    skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
+    seconds, per_step = summary["seconds"], summary["seconds_per_step"]
+
+    def sparse(value: float | None) -> str:
+        return format_value(value) + ("" if summary["sparse_steps"] else " (no step was sparse)")
+
     return {
-        "train loss": f"{format_value(summary['first_loss'])} in the first epoch, "
-        f"{format_value(summary['train_loss'])} in the last",
-        "val loss": format_value(summary["val_loss"]),
-        "WER": f"{format_value(summary['wer'])}, best {format_value(summary['best_wer'])}{dense}",
-        "CER": format_value(summary["cer"]),
-        "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps"
-        + (f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""),
-        "sparsity": na(summary["sparsity"], why),
-        "compression ratio": na(summary["compression_ratio"], why),
+        "train loss": f"{first} in the first epoch, {train_loss} in the last",
+        "val loss": val_loss,
+        "WER": f"{wer}, best {format_value(summary['best_wer'])}{dense}",
+        "CER": cer,
+        "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps{skipped}",
+        "sparsity": sparse(summary["sparsity"]),
+        "compression ratio": sparse(summary["compression_ratio"]),
         "bytes sent": _bytes(summary),
-        "time": f"{whole:.1f} s: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
-        "seconds a step": f"dense {format_value(per_step['dense'])}, sparse {na(per_step['sparse'], why)}, "
+        "time": f"{sum(seconds.values()):.1f} s: "
+        + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
+        "seconds a step": f"dense {format_value(per_step['dense'])}, sparse {sparse(per_step['sparse'])}, "
         f"on {plan.workers} worker{'s' * (plan.workers > 1)}",
     }
 
@@ -134,8 +131,3 @@ def _bytes(summary: Record) -> str:
     if sparse is None:
         return whole
     return f"{whole}; a sparse step {sparse * summary['steps'] / summary['dense_bytes']:.1%} of a dense one"
-
-
-def na(value: float | None, why: str) -> str:
-    """Return a figure of the sparse phase, or n/a and why."""
-    return format_value(value) + (f" ({why})" if value is None and why else "")

@@ -123,7 +123,7 @@ def reference_of(config: Config) -> dict[str, float]:
 def _next_command(config: Config, run: RunDir) -> str:
     if config.is_dense:
         return "oktopk train --compressor oktopk    # the same, with a sparse exchange"
-    if config.recipe == "an4-small":
+    if config.dataset == "synth-an4":
         return "oktopk data an4 ARCHIVE --out DIR, then oktopk train --data-dir DIR    # real speech"
     return f"oktopk train --resume {run.path} --max-epochs {config.max_epochs + 10}    # go on learning"
 
