@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 import oktopk
-from oktopk.algorithms.bounded import room
+from oktopk.algorithms.oktopk import capacity_of
 from oktopk.bench.gradients import heavy_tailed
 from oktopk.bench.machine import num_cores, torch_threads
 from oktopk.bench.processes import spread
@@ -76,7 +76,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     grad, held = heavy_tailed(numel, 1, "cuda").to(dtype), heavy_tailed(numel, 2, "cuda")
     acc = torch.empty_like(held)
     k = num_selected(numel, density)
-    capacity = room(k, 1.25, SIZE)
+    capacity = capacity_of(k, 1.25, SIZE)
     threshold = kth_largest(held + grad, k)
     found = Found.make(numel, room_for(density), held.device)
     cuts, turn = even_cuts(numel, SIZE).cuda(), torch.zeros(1, dtype=torch.int32, device="cuda")

@@ -1,7 +1,7 @@
 """`Emulated`: the bounded exchange of all ranks at once, on one device, in a few passes over the vectors.
 
 For sweeps on a GPU, where the library's exchange on threads takes ten times a step's computing. The rules are
-`oktopk.algorithms.bounded`'s: a sampled threshold on each rank, sums of what was sent, the largest k of them and some
+`oktopk.algorithms.oktopk`'s: a sampled threshold on each rank, sums of what was sent, the largest k of them and some
 in turn; only there are no regions, so that the largest are those of the whole vector, no sweeps, and no rounding.
 """
 

@@ -14,7 +14,7 @@ from functools import singledispatch
 from typing import Any
 
 from oktopk.algorithms import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
-from oktopk.algorithms.bounded import room
+from oktopk.algorithms.oktopk import capacity_of
 from oktopk.algorithms.oktopk_paper import BUCKET_PAIRS
 from oktopk.codec import HEADER_WORDS, Codec
 from oktopk.errors import SettingError
@@ -150,7 +150,7 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
 @predict.register
 def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
     k, peers = num_selected(numel, algorithm.density), size - 1
-    words = algorithm.codec(numel).words(room(k, algorithm.slack, size)) * peers
+    words = algorithm.codec(numel).words(capacity_of(k, algorithm.slack, size)) * peers
     return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
 
 

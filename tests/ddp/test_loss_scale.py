@@ -211,14 +211,17 @@ def test_a_loss_that_is_not_scaled_beside_one_that_is_and_one_that_two_scalers_s
         assert told is None
 
 
-def overflow_and_raise() -> Raised | None:
+def overflow_and_raise() -> tuple[Raised | None, str]:
+    """Return the error of a scaled backward(), and the words of an unscaled training after it."""
     raised = error_of(partial(train, Run(OKTOPK, True, {"on_nonfinite": "raise"})))
-    train(Run(OKTOPK, True, inf_at=()))  # a backward that raised leaves its scaler noted until the next scaled one
-    return raised
+    with redirect_stderr(io.StringIO()) as told:
+        train(Run(OKTOPK, False, {"scaler": None}, inf_at=()))
+    return raised, told.getvalue()
 
 
 def test_with_raise_an_overflow_is_an_error_on_all_ranks(worlds: Worlds) -> None:
-    for raised in worlds.run(2, overflow_and_raise):
+    for raised, told in worlds.run(2, overflow_and_raise):
+        assert "GradScaler" not in told, "the scaler of the pass that raised was taken for the next one's"
         assert raised is not None
         assert "NonFiniteError" in raised.message
         assert "rank 1" in raised.message

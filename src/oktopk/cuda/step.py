@@ -1,15 +1,15 @@
-"""One step of bounded Ok-Topk that never leaves the device: no count, threshold or status is asked for by the host.
+"""`CudaStep`: one step of Ok-Topk on the device, of which the host reads no count, threshold or status.
 
-The steps are those of `bounded.py`; only, what is kept is told by thresholds, so that ties of the last element are kept
-with it as far as there is room. What does not fit waits in the residual, as it does there.
+The steps are those of `algorithms/oktopk.py`, but an owner keeps elements by a threshold, and so also those that equal
+it, up to the capacity.
 
-    0  aim        the threshold, from a sample of residual + gradient; now and then the scales of the rows
-    1  find       acc = residual + gradient; what reaches the threshold, tile by tile           one pass
-    2  send       into a block for each owner: at most c = ceil(slack k/P) pairs
-    3  exchange   all_to_all
-    4  own        the owner sums in rank order and keeps its share of the largest, at most c
-    5  gather     all_gather
-    6  deliver    the mean into the result; what was delivered out of the residual
+    0  sample_threshold     from a sample of residual + gradient; now and then `measure_rows` for the scales
+    1  accumulate_compact   acc = residual + gradient; the elements that reach the threshold, tile by tile: one pass
+    2  pack_blocks          a block for each owner: at most c = ceil(slack k/P) pairs
+    3  exchange             all_to_all
+    4  own                  the owner sums in rank order and keeps its share of the largest, at most c
+    5  gather               all_gather
+    6  deliver              the mean into the result; the delivered part is taken out of the residual
 
 What follows the sparse elements of a vector, its side, travels dense, in the same messages: each block has a slice of
 it behind the pairs, which its owner sums.
@@ -17,9 +17,9 @@ it behind the pairs, which its owner sums.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import AUTO, OkTopkState
-from oktopk.algorithms.bounded import may_rebalance, room
-from oktopk.algorithms.oktopk import OkTopk
+from oktopk.algorithms.oktopk import OkTopk, capacity_of, may_rebalance
 from oktopk.codec.values import round_to
 from oktopk.cuda import reference
 from oktopk.cuda.graphs import Graphs
@@ -77,7 +76,7 @@ class CudaStep:
         """Return what goes on from `state`; `dense_tail` elements follow those that it is for."""
         numel, size = state.numel, comm.size
         wanted = num_selected(numel, algorithm.density)
-        capacity = room(wanted, algorithm.slack, size)
+        capacity = capacity_of(wanted, algorithm.slack, size)
         stride = max(wanted // SAMPLE_HITS, 1) | 1  # odd, unlike the length of most rows
         slots, ranking = room_for(algorithm.density), state.ranking
         known = (0.0, 0.0) if wanted == numel else (state.threshold, state.global_threshold)
@@ -365,7 +364,11 @@ def _demands(heads: Tensor) -> Tensor:
 
 def step_kernels(device: torch.device) -> Any:
     """Return the kernels of such steps for a device."""
-    return reference if device.type == "cpu" else importlib.import_module("oktopk.cuda.triton")
+    if device.type == "cpu":
+        return reference
+    from oktopk.cuda import triton  # which needs triton
+
+    return triton
 
 
 @cache
@@ -373,5 +376,4 @@ def _has_triton() -> bool:
     """Whether there is one whose histograms can be masked."""
     if find_spec("triton") is None:
         return False
-    version = importlib.import_module("triton").__version__
-    return tuple(map(int, version.split(".")[:2])) >= LEAST_TRITON
+    return tuple(map(int, version("triton").split(".")[:2])) >= LEAST_TRITON

@@ -37,6 +37,8 @@ def watch_scalers() -> None:
 
 def scaler_of_this_backward() -> GradScaler | None:
     """Return the scaler whose loss backward() has reached; None if it was none."""
+    if torch._C._current_graph_task_id() not in (_backward, -1):  # -1: in a callback after backward
+        _scalers.clear()  # of a backward pass that raised
     if len(_scalers) > 1:
         raise SettingError(
             "two GradScalers scaled what this backward() differentiates, and gradients do not tell which of them is "
