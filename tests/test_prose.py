@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WIDTH = 100
 PAGES = [
+    "CONTRIBUTING.md",
+    "README.md",
     "docs/accounting.md",
     "docs/bench.md",
     "docs/doctor.md",
+    "docs/guide.md",
     "docs/netlab.md",
+    "docs/paper-map.md",
     "docs/performance.md",
     "docs/report.md",
     "docs/settings.md",
     "docs/testing.md",
 ]
+LINKED = sorted(
+    str(page.relative_to(ROOT))
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    if "CHANGELOG" not in page.name
+)
 FOLDERS = ["bench", "cli", "codec", "ddp", "doctor", "kernels", "report", "steps", "telemetry"]
 
 
@@ -27,7 +37,7 @@ def too_wide(text: str) -> list[int]:
     is_code, wide = False, []
     for number, line in enumerate(text.splitlines(), 1):
         is_code ^= line.startswith("```")
-        if len(line) > WIDTH and not is_code and not line.startswith(("|", "    ")) and " " in line.strip():
+        if len(line) > WIDTH and not is_code and not line.startswith(("|", "    ", "  <img")) and " " in line.strip():
             wide.append(number)
     return wide
 
@@ -39,9 +49,23 @@ def headless(source: str) -> list[str]:
     return [text.splitlines()[0] for text in found if text.startswith(("Return what", "What "))]
 
 
+def missing(page: Path) -> list[str]:
+    """Return the files that a page links to, or names with a path from the root, and that do not exist."""
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    paths = re.findall(r"(?<![\w/.-])((?:src|tests|docs|benchmarks|research|examples)/[\w./-]+\.\w+)", text)
+    files = {link: page.parent / link for link in links if "://" not in link} | {path: ROOT / path for path in paths}
+    return sorted(name for name, file in files.items() if not file.exists())
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_wrapped(page: str) -> None:
     assert not too_wide((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_files_named_by_pages_exist(page: str) -> None:
+    assert not missing(ROOT / page)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -50,7 +74,11 @@ def test_docstrings_name_their_noun(folder: str) -> None:
     assert not {file.name: lines for file in files if (lines := headless(file.read_text()))}
 
 
-def test_the_checks_notice() -> None:
+def test_the_checks_notice(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(
+        "[a](gone.md#part) [b](page.md) [c](https://d) `src/gone.py`, `src/oktopk/cost.py`"
+    )
+    assert missing(tmp_path / "page.md") == ["gone.md", "src/gone.py"]
     assert too_wide("x " * 60) == [1]
     assert headless('"""What is large."""') == ["What is large."]
 
