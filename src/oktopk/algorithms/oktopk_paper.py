@@ -35,6 +35,7 @@ from oktopk.codec import Codec, join_errors, leftover
 from oktopk.errors import MalformedError, within
 from oktopk.partition import balanced_cuts, consensus, even_cuts
 from oktopk.selection import (
+    BAND,
     at_least,
     exact_threshold,
     in_band,
@@ -119,7 +120,7 @@ def _select_locally(
     if not rethreshold and not in_band(len(index), k):
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         index = at_least(acc, state.threshold, state.ranking)
-    limit = cap if sweep is None else cap - len(sweep)
+    limit = cap if sweep is None else max(min(cap, int(BAND[1] * k)) - len(sweep), 0)
     return with_sweep(fitting(Sparse.pick(acc, index), limit, state), acc, sweep)
 
 
