@@ -30,7 +30,7 @@ from oktopk.cuda.events import record_event, wait_event
 from oktopk.ddp.config import DDPConfig, Exclusion, checked_rules
 from oktopk.ddp.engine import Bucket, Engine
 from oktopk.ddp.hook import check_alone_in_backward, check_model, hook_of, register
-from oktopk.ddp.loss_scale import scaler_of_this_backward, watch_scalers
+from oktopk.ddp.loss_scale import forget_scalers, scaler_of_this_backward, watch_scalers
 from oktopk.ddp.mixed_precision import gradient_dtype
 from oktopk.ddp.thread import WorkerThread
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
@@ -358,6 +358,7 @@ def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
     """Return the bucket's buffer to DDP, or raise in its backward()."""
     error = done.value()
     if error is not None:
+        forget_scalers()
         raise error
     wait_event(bucket.buffer.device, bucket.over)
     return bucket.buffer

@@ -37,14 +37,17 @@ def watch_scalers() -> None:
 
 def scaler_of_this_backward() -> GradScaler | None:
     """Return the scaler whose loss backward() has reached; None if it was none."""
-    if torch._C._current_graph_task_id() not in (_backward, -1):  # -1: in a callback after backward
-        _scalers.clear()  # of a backward pass that raised
     if len(_scalers) > 1:
         raise SettingError(
             "two GradScalers scaled what this backward() differentiates, and gradients do not tell which of them is "
             "theirs: call backward() for each loss, or give attach() its scaler="
         )
     return _scalers[0] if _scalers else None
+
+
+def forget_scalers() -> None:
+    """Forget the scalers of a backward pass that raises: its callbacks, which would do so, never run."""
+    _scalers.clear()
 
 
 def _marked(scaler: GradScaler, scaled: Tensor | Iterable[Any]) -> Any:
