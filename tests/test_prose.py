@@ -10,28 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 100
-PAGES = [
-    "CONTRIBUTING.md",
-    "README.md",
-    "docs/accounting.md",
-    "docs/bench.md",
-    "docs/differences.md",
-    "docs/doctor.md",
-    "docs/gpu.md",
-    "docs/guide.md",
-    "docs/learning.md",
-    "docs/netlab.md",
-    "docs/paper-map.md",
-    "docs/performance.md",
-    "docs/report.md",
-    "docs/settings.md",
-    "docs/testing.md",
-]
-LINKED = sorted(
-    str(page.relative_to(ROOT))
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    if "CHANGELOG" not in page.name
+WORDS = 25
+PAGES = sorted(
+    str(page.relative_to(ROOT)) for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.stem != "CHANGELOG"
 )
+WIDE = {"docs/architecture.md"}
+"""Pages that are not wrapped yet."""
+LONG = {"docs/accounting.md", "docs/architecture.md", "docs/report.md"}
+"""Pages that still have long sentences."""
 FOLDERS = ["bench", "cli", "codec", "ddp", "doctor", "kernels", "report", "steps", "telemetry"]
 
 
@@ -43,6 +29,16 @@ def too_wide(text: str) -> list[int]:
         if len(line) > WIDTH and not is_code and not line.startswith(("|", "    ", "  <img")) and " " in line.strip():
             wide.append(number)
     return wide
+
+
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences and table cells above `WORDS` words, or with a second semicolon; code is one word."""
+    text = re.sub(r"(?ms)^```.*?^```|^    .*?$|^<picture>.*?</picture>", "", text)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", text))
+    parts = re.split(r"\n\s*\n|\n(?=[-#|]|\d+\. )|\s\|\s|(?<=[.:?!])\W*\s", text)
+    return [
+        " ".join(part.split()) for part in parts if len(re.findall(r"\S*\w\S*", part)) > WORDS or part.count(";") > 1
+    ]
 
 
 def headless(source: str) -> list[str]:
@@ -61,12 +57,17 @@ def missing(page: Path) -> list[str]:
     return sorted(name for name, file in files.items() if not file.exists())
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(set(PAGES) - LONG))
+def test_sentences_are_short(page: str) -> None:
+    assert not long_sentences((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - WIDE))
 def test_pages_are_wrapped(page: str) -> None:
     assert not too_wide((ROOT / page).read_text())
 
 
-@pytest.mark.parametrize("page", LINKED)
+@pytest.mark.parametrize("page", PAGES)
 def test_files_named_by_pages_exist(page: str) -> None:
     assert not missing(ROOT / page)
 
@@ -83,6 +84,7 @@ def test_the_checks_notice(tmp_path: Path) -> None:
     )
     assert missing(tmp_path / "page.md") == ["gone.md", "src/gone.py"]
     assert too_wide("x " * 60) == [1]
+    assert long_sentences(f"Short. {'x ' * 26}\n\n| a; b; c | d |") == [("x " * 26).strip(), "| a; b; c"]
     assert headless('"""What is large."""') == ["What is large."]
 
 
