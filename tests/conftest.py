@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.ddp.harness import Worlds
 from tests.harness import Processes, on_threads
 
 # `laws`: the same examples on every run, so that what lands does not depend on luck. `long` (make test-long passes
@@ -37,6 +38,14 @@ def pytest_collection_finish() -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Four gloo processes for the whole session; jobs may use the last one, two, three or all."""
     pool = Processes(4, tmp_path_factory.mktemp("gloo"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    """Four processes for the whole session, of which every job makes a world."""
+    pool = Worlds(4, tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
 

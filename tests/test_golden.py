@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -157,13 +157,6 @@ def check(digests: dict[str, str], writes: bool = os.environ.get("GOLDEN") == "w
         return
     different = [key for key, digest in digests.items() if golden.get(key) != digest]
     assert not different, f"other bits than in {GOLDEN.name}: {', '.join(different)}"
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    pool = Worlds(3, tmp_path_factory.mktemp("worlds"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

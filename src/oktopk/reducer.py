@@ -55,6 +55,7 @@ class Reducer:
         self._segments = () if segments is None else tuple(segments)
         if segments is not None and not self._algorithm.takes_segments:
             raise InputError(f"{self._algorithm.name} has no use for segments")
+        self._filling = 0.0 if self.on_nonfinite == "skip" else None
         self._step = 0
         self._agreed = False
         self._group: ParamGroup | None = None
@@ -139,7 +140,7 @@ class Reducer:
             raise error
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
-            steps.begin(StepContext(self._step, self._algorithm))
+            steps.begin(StepContext(self._step, self._algorithm, filling=self._filling))
             steps.start(group, [flat], [_flat(mean)])
             made = steps.finish()
         self.traffic.add_(made.parts[0].traffic)

@@ -149,10 +149,12 @@ class CudaStep:
             kernels.sample_threshold(*sparse, self.rows, self.turn, *aims)
         parts = acc[: self.numel], self.threshold, self.turn, self.found, self.rows
         swept = self._raise_swept_(*sparse) if kind.sweeps else None
-        kernels.accumulate_compact(*sparse, *parts)
-        kernels.pack_blocks(self.found, self.cuts, self.turn, self.blocks, self.capacity, self.rows)
-        if swept is not None:
-            self._lower_swept_(*swept, held, acc)
+        try:
+            kernels.accumulate_compact(*sparse, *parts)
+            kernels.pack_blocks(self.found, self.cuts, self.turn, self.blocks, self.capacity, self.rows)
+        finally:
+            if swept is not None:  # or the residual would keep the raised values
+                self._lower_swept_(*swept, held, acc)
         if self.dense_tail:
             torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
             slices = self._slices(self.blocks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 import zlib
 from collections import deque
@@ -44,6 +45,28 @@ class Bucket:
     came_s: float = field(default_factory=time.perf_counter)
 
 
+@dataclass
+class _Records:
+    """The records of finished steps: the latest, the totals, and those that no sink has yet."""
+
+    size: int
+    last: StepRecord | None = None
+    summary: Summary = field(default_factory=Summary)
+    unwritten: deque[StepRecord] = field(default_factory=deque)
+
+    def add(self, made: MadeStep, stats: Sequence[StepStats | None]) -> None:
+        """Make the record of a step that is over."""
+        phase = made.context.phase
+        self.last = replace(
+            total_of(made.records(stats, self.size, phase), step=made.context.step, phase=phase),
+            skipped=made.error is not None,
+            reason=None if made.error is None else str(made.error),
+            wait_seconds=made.wait_seconds,
+        )
+        self.summary.add_(self.last)
+        self.unwritten.append(self.last)
+
+
 class Engine:
     """Reduces the buckets that DDP hands over: on the worker thread, or at once where a step only sums."""
 
@@ -62,31 +85,31 @@ class Engine:
         self.next_step = 0
         self.failure: BaseException | None = None
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._last: StepRecord | None = None
-        self._summary = Summary()
+        self._records = _Records(comm.size)
         self._scaler = scaler
         self._may_be_unused = may_be_unused
         self._buckets: list[Bucket] = []  # of the step that is being made
         self._arrived: dict[str, Tensor] = {}
         self._waiting: list[ParamGroup] = []
-        self._unwritten: deque[StepRecord] = deque()
+        self._write_lock = threading.Lock()
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
         self._steps = Steps(groups, comm)
-        self._log = StepLog(self._note, config.on_nonfinite == "raise", READBACK_DELAY)
+        # A method of self would make a cycle, and a process group that is collected late aborts the process.
+        self._log = StepLog(self._records.add, config.on_nonfinite == "raise", READBACK_DELAY)
         self._lay_out()
 
     @property
     def last(self) -> StepRecord | None:
         """The record of the latest step; on the device path this waits for it."""
         self._log.drain()
-        return self._last
+        return self._records.last
 
     @property
     def summary(self) -> Summary:
         """All steps so far."""
         self._log.drain()
-        return self._summary
+        return self._records.summary
 
     def change(self, config: DDPConfig) -> None:
         """Use other settings from the next step on, once all ranks are seen to have the same; residuals stay."""
@@ -165,7 +188,8 @@ class Engine:
         on_device = self._steps.on_device(algorithm, self._may_be_unused)
         if not on_device:
             self._log.drain()
-        loss_scale = self._loss_scale(bucket.scaler, on_device)
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else bucket.scaler
+        loss_scale = 1.0 if scaler is None else self._loss_scale(scaler, on_device)
         self._steps.begin(
             StepContext(
                 step=self.next_step,
@@ -173,17 +197,13 @@ class Engine:
                 grad_scale=1.0 / loss_scale,
                 loss_scale=loss_scale,
                 may_be_unused=self._may_be_unused,
-                filling=math.nan if self.config.scaled else 0.0,
+                filling=0.0 if scaler is None else math.nan,
             )
         )
         self._buckets, self._arrived, self._waiting = [], {}, list(self.groups)
 
-    def _loss_scale(self, seen: GradScaler | None, on_device: bool) -> float | Tensor:
-        """Return the scale of the scaler that `attach` was given, or else of the one seen in this backward pass."""
-        if self._scaler is not None and self._scaler.is_enabled():
-            return loss_scale_of(self._scaler, on_device)
-        if seen is None:
-            return 1.0
+    def _loss_scale(self, scaler: Any, on_device: bool) -> float | Tensor:
+        """Return the scale of the scaler of this backward pass; say once if `attach` was not given it."""
         if not self.config.scaled:
             self.config = replace(self.config, scaled=True)
             if not self.comm.rank:
@@ -191,7 +211,7 @@ class Engine:
                     "oktopk: a GradScaler scales the loss, and attach was not given it: its scale is used, as with "
                     "scaler=\n"
                 )
-        return loss_scale_of(seen, on_device)
+        return loss_scale_of(scaler, on_device)
 
     def _clip(self) -> None:
         """Scale this rank's gradient to a norm of at most clip / sqrt(P)."""
@@ -210,15 +230,14 @@ class Engine:
         """Commit the step, or leave everything as it was; then let backward() go on."""
         assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
         buckets, self._buckets, self.next_step = self._buckets, [], self.next_step + 1
-        with self._log.lock:  # whoever asks for this step's stats waits until they are on their way
-            # A step in which an earlier one's error is raised is not committed: what backward() does not return must
-            # not be missing in the residuals.
-            made = self._steps.finish(self._log.take_due(self._steps.context.step))
-            made.wait_seconds = time.perf_counter() - buckets[-1].came_s
-            self._log.add(made)
-            if not self._steps.delay:
-                self._log.drain()
-            self._release_backward(buckets, made.error)
+        # A step in which an earlier one's error is raised is not committed: what backward() does not return must not be
+        # missing in the residuals.
+        made = self._steps.finish(self._log.take_due(self._steps.context.step))
+        made.wait_seconds = time.perf_counter() - buckets[-1].came_s
+        self._log.add(made)
+        if not self._steps.delay:
+            self._log.drain()
+        self._release_backward(buckets, made.error)
 
     def _release_backward(self, buckets: Sequence[Bucket], error: NonFiniteError | None) -> None:
         # The future itself would make DDP wait only for tensors in its result, and for this stream's work on them.
@@ -229,19 +248,6 @@ class Engine:
         if raised is not None and over is not None:
             over.synchronize()  # backward() raises and waits for nothing: the next one must not meet running work
         buckets[0].done.set_result(raised)
-
-    def _note(self, made: MadeStep, stats: Sequence[StepStats | None]) -> None:
-        """Make the record of a step that is over."""
-        phase = made.context.phase
-        record = replace(
-            total_of(made.records(stats, self.comm.size, phase), step=made.context.step, phase=phase),
-            skipped=made.error is not None,
-            reason=None if made.error is None else str(made.error),
-            wait_seconds=made.wait_seconds,
-        )
-        self._last = record
-        self._summary.add_(record)
-        self._unwritten.append(record)
 
     def save_(self) -> None:
         """Read the stats of all steps, and copy all states to the host."""
@@ -256,16 +262,16 @@ class Engine:
     def flush_records(self, delay: int | None = None) -> None:
         """Write the records of finished steps to the sinks, but for the last `delay` ones, which may still run."""
         try:
-            with self._log.lock:
-                self._log.drain(but=max(self._steps.delay - 1, 0) if delay is None else delay)
-                self._write()
+            self._log.drain(but=max(self._steps.delay - 1, 0) if delay is None else delay)
+            self._write()
         except BaseException as error:  # whatever it is, the next backward() must hear of it, and the other ranks too
             self.comm.fail(error)
             self.failure = self.failure or error
 
     def _write(self) -> None:
-        while self._unwritten:
-            self.sinks.write(self._unwritten.popleft())
+        with self._write_lock:  # not the log's: a sink may ask for `last`
+            while self._records.unwritten:
+                self.sinks.write(self._records.unwritten.popleft())
 
     def close(self) -> None:
         """Write the last records to the sinks, and close them."""

@@ -18,7 +18,7 @@ class StepContext:
                     path, where the host must not wait for it
     loss_scale      factor on the means; residuals are kept without it
     may_be_unused   parameters may have no gradient on any rank, so that the ranks have to agree on which
-    filling         what every gradient becomes if any rank's gradient is not finite
+    filling         the number that fills every mean if any rank's gradient is not finite; None: they are left alone
     """
 
     step: int
@@ -26,7 +26,7 @@ class StepContext:
     grad_scale: float | Tensor = 1.0
     loss_scale: float | Tensor = 1.0
     may_be_unused: bool = False
-    filling: float = 0.0
+    filling: float | None = 0.0
 
     @property
     def phase(self) -> str:

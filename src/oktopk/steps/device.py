@@ -56,6 +56,11 @@ class _CudaGroup:
         return self.group.numel == self.group.num_sparse and self.scales is None
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether gradients and means stay where the caller has them."""
+        return self._vector is None
+
+    @property
     def mean(self) -> Tensor:
         """The vector of the means."""
         return self.outs[0] if self._vector is None else self._vector
@@ -137,10 +142,12 @@ class DeviceSteps:
             filling = context.filling
             self._words = self._room_for_words(groups, filling)
             tensors = [tensor for group in groups for tensor in group.tensors]
-            self._graphs.run(lambda *_: self._end_(groups, filling), *tensors, kind=filling)
+            if len(groups) > 1 or self._words is not groups[0].words or not groups[0].is_in_place:  # else all is done
+                self._graphs.run(lambda *_: self._end_(groups, filling), *tensors, kind=filling)
             self._graphs.capture()  # backward has nothing left to do but to wait
             for group in groups:
                 group.capture()
+                group.grads = group.outs = ()  # which are the caller's
                 if error is None:
                     group.group.commit_(context)
         parts[0].traffic.add_(self._comm.pop())
@@ -173,7 +180,7 @@ class DeviceSteps:
         """Return the device's side of the group, made anew if the algorithm has changed."""
         assert isinstance(context.algorithm, OkTopk)
         found = self._made.get(id(group))
-        if found is None or (found.algorithm, found.scales is None) != (context.algorithm, self._scales is None):
+        if found is None or found.algorithm != context.algorithm or found.scales is not self._scales:
             if found is not None:
                 found.save_()
             self._graphs = Graphs()
@@ -182,15 +189,14 @@ class DeviceSteps:
 
     def _set_scales(self, context: StepContext, device: torch.device) -> None:
         """Write the step's factors into the tensor that the graphs read."""
-        if not context.is_scaled:
-            self._scales = None
-        elif not self._started:
-            if self._scales is None:
-                self._scales = torch.ones(2, device=device)
-            for place, scale in enumerate((context.grad_scale, context.loss_scale)):
-                self._scales[place] = scale
+        if self._started or (self._scales is None and not context.is_scaled):
+            return
+        if self._scales is None:  # for good: a model may scale its loss in some backward passes only
+            self._scales = torch.ones(2, device=device)
+        for place, scale in enumerate((context.grad_scale, context.loss_scale)):
+            self._scales[place] = scale
 
-    def _end_(self, groups: Sequence[_CudaGroup], filling: float) -> None:
+    def _end_(self, groups: Sequence[_CudaGroup], filling: float | None) -> None:
         """Write the words of all groups and the means, or roll all groups back."""
         if self._words is not groups[0].words:
             torch.stack([group.words for group in groups], out=self._words)
@@ -198,11 +204,11 @@ class DeviceSteps:
             for group in groups:
                 group.scale_back_()
                 residual, mean = group.group.residual, group.mean
-                step_kernels(mean.device).rollback_if(bad, residual.acc, residual.held, mean, filling)
+                step_kernels(mean.device).rollback_if(bad, residual.acc, residual.held, mean, filling or 0.0)
         for group in groups:
             group.hand_out_()
 
-    def _room_for_words(self, groups: Sequence[_CudaGroup], filling: float) -> Tensor:
+    def _room_for_words(self, groups: Sequence[_CudaGroup], filling: float | None) -> Tensor:
         """Return the tensor for the words of all groups: its own, if there is one group that rolls back by itself."""
         if len(groups) == 1 and groups[0].rolls_back and not filling:
             return groups[0].words

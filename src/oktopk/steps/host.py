@@ -34,6 +34,10 @@ class _Started:
     unused: list[str] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     stats: StepStats | None = None
+    waits: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waits = self.group.waits.steps  # which an update replaces
 
 
 class HostSteps:
@@ -68,8 +72,10 @@ class HostSteps:
         error = error or self._error
         for started in self._started:
             if error is not None:
-                for out in started.outs:
-                    out.fill_(context.filling)
+                started.group.waits.steps = started.waits
+                if context.filling is not None:
+                    for out in started.outs:
+                        out.fill_(context.filling)
             elif started.commits:
                 started.group.commit_(context, has_unused=bool(started.unused))
         parts = [Part(started.group, started.traffic) for started in self._started]

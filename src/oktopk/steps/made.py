@@ -102,11 +102,11 @@ class StepLog:
     def _read(self, made: MadeStep) -> None:
         stats = made.read()
         if made.error is None and None in stats:
-            delivered = "zeros" if made.context.filling == 0 else "NaN"
+            delivered = "NaN" if made.context.filling else "zeros"
             made.error = NonFiniteError(
                 f"step {made.context.step}: a rank's gradient, or their sum, was not finite; that step delivered "
                 f"{delivered} on all ranks, and all residuals are as they were before it"
             )
             if self._raises:
                 self._errors.append((made.context.step, made.error))
-        self._note(made, stats)
+        self._note(made, stats if made.error is None else [None] * len(stats))

@@ -38,7 +38,6 @@ class PinnedBuffer:
 
     def __init__(self, like: Tensor) -> None:
         self.words = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        self.rows = self.words.view(-1, len(DeviceStats._fields))
         self.done = torch.Event(like.device) if like.is_cuda else None
 
 
@@ -50,6 +49,8 @@ class Readback:
 
     def send(self, words: Tensor) -> Callable[[], Sequence[DeviceStats]]:
         """Start to copy the words of one step; return the function that waits for them and reads them."""
+        words = words.view(-1, len(DeviceStats._fields))
+        self._free = [buffer for buffer in self._free if buffer.words.shape == words.shape]
         buffer = self._free.pop() if self._free else PinnedBuffer(words)
         buffer.words.copy_(words, non_blocking=True)
         if buffer.done is not None:
@@ -60,6 +61,6 @@ class Readback:
         """Return the stats of each group, once the words are there."""
         if buffer.done is not None:
             buffer.done.synchronize()
-        rows = [DeviceStats(*row) for row in buffer.rows.tolist()]
+        rows = [DeviceStats(*row) for row in buffer.words.tolist()]
         self._free.append(buffer)
         return rows
