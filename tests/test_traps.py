@@ -65,7 +65,7 @@ def test_intersecting_with_an_unsorted_list_applies_nothing_twice(name: str, kin
         parts = torch.zeros(case.numel, dtype=torch.float64)
         for acc, reduced in at_step:
             parts[reduced.taken] += acc[reduced.taken].double()
-            for part in reduced.returned:
+            for part in reduced.leftover:
                 parts[part.index] -= part.value.double()
         magnitude = sum(acc.double().abs() for acc, _ in at_step)
         delivered = at_step[0][1].sum.to_dense().double()

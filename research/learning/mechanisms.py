@@ -119,7 +119,7 @@ class Exchange:
         """Return the mean of everything, dense; what rounding to the wire takes stays here."""
         acc = self.residual.accumulate_(change, decay=self.setting.decay)
         sent = acc.to(WIRES[self.setting.flush_wire], copy=True)
-        self.residual.retain_(slice(None), kept=acc - sent)
+        self.residual.retain_(slice(None), rounding_error=acc - sent)
         self.residual.commit_()
         self.source.forget(slice(0, self.layout.large))
         self._note_age(slice(None))
@@ -154,9 +154,10 @@ class Exchange:
             numel, self.setting.density_at(self.sparse_step)
         )
         local = None if weight is None else weight[span]
-        returned = [_unweighted(each, local) for each in reduced.returned]
-        kept = reduced.kept if local is None or reduced.kept is None else reduced.kept / local[reduced.taken]
-        self.residual.retain_(reduced.taken, returned, at=span, kept=kept)
+        returned = [_unweighted(each, local) for each in reduced.leftover]
+        error = reduced.rounding_error
+        error = error if local is None or error is None else error / local[reduced.taken]
+        self.residual.retain_(reduced.taken, returned, at=span, rounding_error=error)
         assert isinstance(reduced.taken, Tensor)
         assert isinstance(reduced.sum, Sparse)
         taken = reduced.taken.nonzero().view(-1) if reduced.taken.dtype == torch.bool else reduced.taken

@@ -62,22 +62,22 @@ class Residual:
     def retain_(
         self,
         taken: Tensor | slice,
-        returned: Sequence[Sparse | Tensor] = (),
+        leftover: Sequence[Sparse | Tensor] = (),
         at: slice = EVERYTHING,
-        kept: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> None:
-        """Make acc (or the part of it `at` a slice) what remains: where it was `taken`, nothing, or what was `kept`.
+        """Make acc (or the part of it `at` a slice) the remainder of the step.
 
-        What was `returned` is added.
+        Where it was `taken`, acc becomes the `rounding_error`, or zero. The `leftover` is added.
         """
         acc = self._acc[at]
         if isinstance(taken, slice) or taken.dtype == torch.bool:
-            acc[taken] = 0 if kept is None else kept
-        elif kept is None:
+            acc[taken] = 0 if rounding_error is None else rounding_error
+        elif rounding_error is None:
             acc.index_fill_(0, taken, 0)  # a third of the time of acc[taken] = 0
         else:
-            acc.index_copy_(0, taken, kept)
-        for part in returned:
+            acc.index_copy_(0, taken, rounding_error)
+        for part in leftover:
             if isinstance(part, Sparse):
                 acc.index_add_(0, part.index, part.value)
             else:

@@ -3,8 +3,8 @@
     init(numel, comm)         -> state      once for each vector length; plain data, saved in checkpoints
     reduce(acc, state, comm)  -> Reduced    once a step, on all ranks
 
-Error feedback is one rule for all: residual = acc with `taken` replaced by `kept` (zero, unless the wire rounds), plus
-`returned`. Then, element by element,
+Error feedback is one rule for all: residual = acc with `taken` replaced by its `rounding_error` (zero, unless the wire
+rounds), plus the `leftover`. Then, element by element,
 
     sum over ranks of acc  =  sum  +  sum over ranks of residual
 
@@ -42,21 +42,21 @@ AUTO = "auto"
 class Reduced:
     """The result of a step.
 
-    sum         the delivered sum, with the same bits on every rank
-    taken       the part of this rank's acc that is inside it: indices, a mask, or a slice
-    kept        the rounding error of the taken values, by place: it stays in this rank's residual
-    returned    values that a merge, or rounding a sum, left out: they are added to this rank's residual
+    sum              the delivered sum, with the same bits on every rank
+    taken            the part of this rank's acc that is inside it: indices, a mask, or a slice
+    rounding_error   of the taken values, by place: it stays in this rank's residual
+    leftover         values that a merge, or rounding a sum, left out: they are added to this rank's residual
 
     The other fields are for the record.
     """
 
     sum: Sparse | Tensor
     taken: Tensor | slice
-    returned: tuple[Sparse, ...] = ()
+    leftover: tuple[Sparse, ...] = ()
     selected: int | None = None
     threshold: float | None = None
     global_threshold: float | None = None
-    kept: Tensor | None = None
+    rounding_error: Tensor | None = None
 
     def num_selected(self, numel: int) -> int:
         """Return the number of elements that this rank selected; if the algorithm does not say, of those taken."""

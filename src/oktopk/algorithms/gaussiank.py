@@ -38,7 +38,7 @@ class GaussianK(Sparsifier):
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1
-        return Reduced(total, taken, selected=len(taken), threshold=threshold, kept=error)
+        return Reduced(total, taken, selected=len(taken), threshold=threshold, rounding_error=error)
 
 
 def _select(acc: Tensor, k: int, density: float, step: int) -> tuple[Tensor, float]:

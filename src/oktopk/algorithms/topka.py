@@ -34,4 +34,4 @@ class TopkA(Sparsifier):
         with comm.phase("reduce"):
             total = merge([codec.decode(row, acc.dtype, k, source=source)[0] for source, row in enumerate(blocks)])
         state.step += 1
-        return Reduced(total, taken, selected=len(taken), kept=error)
+        return Reduced(total, taken, selected=len(taken), rounding_error=error)

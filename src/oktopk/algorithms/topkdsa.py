@@ -54,7 +54,7 @@ class TopkDSA(Sparsifier):
         state.step += 1
         error = join_errors(each for _, each in encoded)
         returned = tuple(part.shift(int(cuts[comm.rank]), state.numel) for part in lost)
-        return Reduced(total, taken, returned, selected=len(taken), kept=error)
+        return Reduced(total, taken, returned, selected=len(taken), rounding_error=error)
 
 
 def _encode_region(codec: Codec, region: Sparse) -> tuple[Tensor, tuple[Sparse, ...]]:

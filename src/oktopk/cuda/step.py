@@ -11,8 +11,8 @@ it, up to the capacity.
     5  gather               all_gather
     6  deliver              the mean into the result; the delivered part is taken out of the residual
 
-What follows the sparse elements of a vector, its side, travels dense, in the same messages: each block has a slice of
-it behind the pairs, which its owner sums.
+The elements behind the sparse ones, the dense tail, travel in the same messages: each block has a slice of the tail
+behind its pairs, which the owner sums.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class CudaStep:
         return stride, self.turn // SWEEP_EVERY % stride
 
     def _slices(self, blocks: Tensor) -> Tensor:
-        """Return the slices of the side in these blocks."""
+        """Return the slices of the dense tail in these blocks."""
         return blocks[:, HEADER_WORDS + 2 * self.capacity :].view(torch.float32)
 
     def exchange_(self, held: Tensor, acc: Tensor, out: Tensor) -> None:

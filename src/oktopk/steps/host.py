@@ -198,8 +198,8 @@ class _Reduction:
         if reduced is not None:
             sparse = [(span, outs[name]) for name, span in group.spans.items() if span.start < split]
             lost = _write_mean_(reduced.sum, sparse, size, loss_scale) if sparse else None
-            returned = reduced.returned if lost is None else (*reduced.returned, lost)
-            group.residual.retain_(reduced.taken, returned, slice(0, split), reduced.kept)
+            leftover = reduced.leftover if lost is None else (*reduced.leftover, lost)
+            group.residual.retain_(reduced.taken, leftover, slice(0, split), reduced.rounding_error)
 
 
 def _start_plain_allreduce(
