@@ -51,12 +51,6 @@ class GroupSteps(Protocol):
     def abandon(self) -> None:
         """Forget the step that is being made."""
 
-    def save_(self) -> None:
-        """Copy the algorithm's states to the host, into the groups."""
-
-    def to_host(self) -> None:
-        """Bring the algorithm's states to the host, and keep none elsewhere."""
-
 
 class Steps:
     """Makes each step on the device where it can stay there, on the host otherwise."""

@@ -87,12 +87,6 @@ class HostSteps:
         """Forget the step that is being made."""
         self._started, self._error = [], None
 
-    def save_(self) -> None:
-        """Do nothing: all state is on the host."""
-
-    def to_host(self) -> None:
-        """Do nothing: all state is on the host."""
-
     def _end(self, started: _Started) -> None:
         try:
             started.stats = started.end()
