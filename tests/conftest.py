@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -35,19 +33,29 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Four gloo processes for the whole session; jobs may use the last one, two, three or all."""
-    pool = Processes(4, tmp_path_factory.mktemp("gloo"))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     """Four processes for the whole session, of which every job makes a world."""
     pool = Worlds(4, tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def processes(worlds: Worlds) -> Processes:
+    """Gloo processes of which a job may use one, two, three or all."""
+    return Processes(worlds, most=4)
+
+
+@pytest.fixture(scope="session")
+def lab_works() -> None:
+    """Skip the test where no network can be made."""
+    from oktopk.bench.netlab import Lab, LabError
+
+    try:
+        with Lab(1, mbit=100):
+            pass
+    except LabError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=["threads", pytest.param("gloo", marks=pytest.mark.processes)])

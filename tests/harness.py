@@ -4,19 +4,13 @@ A job is `fn(comm, *args)`; for processes `fn` has to be importable (a function 
 by name.
 """
 
-from __future__ import annotations
-
 import multiprocessing
-import os
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import oktopk
@@ -42,50 +36,35 @@ def on_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return oktopk.run_local(size, lambda comm: fn(comm, *args), timeout=GROUP_TIMEOUT_S)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the processes are asked to do: the last `size` of them run it, on a group of their own if it may break."""
-
-    size: int
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    own_group_timeout_s: float | None = None
-
-
 class Processes:
-    """Gloo processes that stay: starting one costs seconds, a job milliseconds."""
+    """Ranks as gloo processes, those of `worlds`: a rank's number in its group is not its number in the world."""
 
-    def __init__(self, size: int, folder: Path) -> None:
-        context = forking()
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that its end is seen as the end of the pipe
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, worlds: Any, most: int) -> None:
+        self._worlds, self._most = worlds, most
 
     def run(self, size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what every rank returned; raise what the first rank, by number, raised."""
-        outcomes = self.outcomes(Job(size, fn, args))
+        outcomes = self.outcomes(size, fn, *args)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return outcomes
 
-    def outcomes(self, job: Job) -> list[Any]:
-        """Return what every rank returned or raised."""
-        for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps(job))
-        return collect(self._pipes, JOB_TIMEOUT_S)[-job.size :]
+    def outcomes(self, size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = GROUP_TIMEOUT_S) -> list[Any]:
+        """Return what every rank returned or raised; a wait in their group ends after `timeout_s`."""
+        return self._worlds.run(min(size + 1, self._most), _in_last, size, fn, args, timeout_s)[-size:]
 
-    def close(self) -> None:
-        """Let the processes end; end those that do not."""
-        for pipe in self._pipes:
-            pipe.close()
-        end(self._processes)
+
+def _in_last(size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+    """Return what `fn` returned or raised in the group of the last `size` ranks."""
+    world = dist.get_world_size()
+    group = dist.new_group(list(range(world - size, world)), timeout=timedelta(seconds=timeout_s))
+    try:
+        return fn(oktopk.ProcessGroupComm(group), *args) if dist.get_rank() >= world - size else None
+    except Exception as error:
+        return pickle.loads(pickle.dumps(error))  # without its frames, which hold the group
+    finally:
+        dist.barrier()  # all stay until the last is done: no broken group is freed by the end of a rank
 
 
 def collect(pipes: Sequence[Connection], timeout_s: float) -> list[Any]:
@@ -108,31 +87,3 @@ def end(processes: Sequence[Any], timeout_s: float = 10.0) -> None:
         if process.is_alive():
             process.kill()
             process.join(timeout_s)
-
-
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
-    """Run jobs until the pipe closes, which it also does when the tests die."""
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
-    groups = {members: _group(size, members, GROUP_TIMEOUT_S) for members in range(1, size + 1)}
-    while True:
-        try:
-            job = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            os._exit(0)  # at once: taking gloo's threads apart takes seconds, and nothing is left to keep
-        own = job.own_group_timeout_s
-        group = groups[job.size] if own is None else _group(size, job.size, own)
-        pipe.send_bytes(pickle.dumps(_outcome(job, group) if rank >= size - job.size else None))
-
-
-def _group(size: int, members: int, timeout_s: float) -> Any:
-    """Return the group of the *last* ranks, so that a rank's number in it is not its number in the world."""
-    return dist.new_group(list(range(size - members, size)), timeout=timedelta(seconds=timeout_s))
-
-
-def _outcome(job: Job, group: Any) -> Any:
-    try:
-        return job.fn(oktopk.ProcessGroupComm(group), *job.args)
-    except Exception as error:
-        return error

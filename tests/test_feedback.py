@@ -1,10 +1,13 @@
-from __future__ import annotations
+import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oktopk import Sparse
-from oktopk.feedback import Residual
+from oktopk.feedback import Prefilter, Residual
+from oktopk.kernels import REFERENCE
 from tests.laws import same_bits
 
 CPU = torch.device("cpu")
@@ -16,11 +19,7 @@ def residual_of(*values: float) -> Residual:
     return residual
 
 
-@pytest.mark.parametrize(
-    "taken",
-    [torch.tensor([1, 3]), torch.tensor([False, True, False, True]), slice(1, 4, 2)],
-    ids=["index", "mask", "slice"],
-)
+@pytest.mark.parametrize("taken", [torch.tensor([1, 3]), torch.tensor([False, True, False, True]), slice(1, 4, 2)])
 def test_what_was_taken_is_gone_and_the_rest_stays(taken: torch.Tensor | slice) -> None:
     residual = residual_of(1, 2, 3, 4)
     assert residual.accumulate_(torch.tensor([10.0, 10, 10, 10])).tolist() == [11, 12, 13, 14]
@@ -54,14 +53,6 @@ def test_a_step_that_is_not_committed_never_was() -> None:
     assert residual.nonfinite_at == -1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_narrow_gradient_is_accumulated_in_float32(dtype: torch.dtype) -> None:
-    residual = residual_of(0.001)
-    acc = residual.accumulate_(torch.tensor([256.0], dtype=dtype))
-    assert acc.dtype == torch.float32
-    assert float(acc) == float(torch.tensor(256.0) + torch.tensor(0.001))
-
-
 def test_a_part_of_it_can_be_made_alone() -> None:
     """Where a residual is many parameters', each slice is a step of its own until all are committed."""
     residual = residual_of(1, 2, 3, 4)
@@ -72,3 +63,51 @@ def test_a_part_of_it_can_be_made_alone() -> None:
     residual.retain_(torch.tensor([1]), (Sparse(torch.tensor([0]), torch.tensor([100.0]), 2),), at=slice(2, 4))
     residual.commit_()
     assert residual.held.tolist() == [6, 7, 104, 0]
+
+
+def random(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+    beyond=st.integers(0, 10),
+    cuts=st.lists(st.integers(0, 160), max_size=4),
+)
+def test_seen_in_pieces_is_what_a_look_at_all_finds(lengths: list[int], beyond: int, cuts: list[int]) -> None:
+    """Pieces need not be segments, and what lies beyond the last segment is added, but not looked at."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    numel = bounds[-1] + beyond
+    floors = [0.3 * (i + 1) for i in range(len(lengths))]
+    grad, prefilter = random(numel), Prefilter(bounds, floors)
+    residual = Residual(numel, torch.float32, CPU)
+    edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
+    for low, high in itertools.pairwise(edges):
+        residual.accumulate_(grad[low:high], slice(low, high), prefilter=prefilter)
+    assert torch.equal(residual.acc, grad)
+    whole = prefilter.all_of(bounds[-1])
+    if whole is None:
+        assert bounds[-1] == 0
+        return
+    assert torch.equal(whole[0], REFERENCE.at_least(grad[: bounds[-1]], bounds, floors))
+    assert torch.equal(whole[1], grad[whole[0]])
+
+
+def test_what_was_not_all_seen_or_not_in_order_is_not_taken_for_the_whole() -> None:
+    residual, prefilter = Residual(10, torch.float32, CPU), Prefilter([0, 10], [0.1])
+    residual.accumulate_(random(5), slice(0, 5), prefilter=prefilter)
+    assert prefilter.all_of(10) is None
+    residual.accumulate_(random(5), slice(5, 10), scale=0.5, prefilter=prefilter)  # clipped: not looked at
+    assert prefilter.all_of(10) is None
+    swapped = Prefilter([0, 10], [0.0])
+    for low in (5, 0):
+        residual.accumulate_(random(5), slice(low, low + 5), prefilter=swapped)
+    assert swapped.all_of(10) is None
+
+
+def test_the_first_that_is_not_finite_is_told_by_its_place_in_acc() -> None:
+    residual, prefilter = Residual(30, torch.float32, CPU), Prefilter([0, 8, 30], [0.5, 0.5])
+    grad = random(20)
+    grad[[4, 13]] = torch.inf
+    residual.accumulate_(grad, slice(5, 25), prefilter=prefilter)
+    assert residual.nonfinite_at == 9

@@ -6,8 +6,6 @@ writes the file anew, for a change that is meant to. Gradients are integers time
 of their squares, are exact, so that the digests are the same on every CPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

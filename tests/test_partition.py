@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -23,11 +21,14 @@ def are_cuts(cuts: torch.Tensor, numel: int, parts: int) -> bool:
     return ends and cuts.dtype == torch.int64 and bool((cuts.diff() >= 0).all())
 
 
-@given(selection=selections())
-def test_balanced_cuts_share_a_selection_evenly(selection: tuple[torch.Tensor, int, int]) -> None:
+@given(selection=selections(), data=st.data())
+def test_balanced_cuts_share_a_selection_evenly(selection: tuple[torch.Tensor, int, int], data: Any) -> None:
     index, numel, parts = selection
     cuts = balanced_cuts(index, numel, parts)
     assert are_cuts(cuts, numel, parts)
+    demand = data.draw(st.lists(st.integers(0, 2**31), min_size=parts, max_size=parts))
+    inner = sorted(data.draw(st.lists(st.integers(0, numel), min_size=parts - 1, max_size=parts - 1)))
+    assert are_cuts(rebalanced_cuts(torch.tensor([0, *inner, numel]), index, demand), numel, parts)
     shares = torch.searchsorted(index, cuts).diff().tolist()
     assert sum(shares) == len(index)
     assert max(shares) - min(shares) <= 1 if len(index) else torch.equal(cuts, even_cuts(numel, parts))
@@ -49,25 +50,12 @@ def test_the_consensus_is_the_mean_of_all_cuts_and_the_same_everywhere(chosen: l
     assert on_threads(size, job) == [expected] * size
 
 
-@given(selection=selections(), data=st.data())
-def test_rebalanced_cuts_are_cuts_whatever_the_demand(selection: tuple[torch.Tensor, int, int], data: Any) -> None:
-    index, numel, parts = selection
-    inner = sorted(data.draw(st.lists(st.integers(0, numel), min_size=parts - 1, max_size=parts - 1)))
-    demand = data.draw(st.lists(st.integers(0, 2**31), min_size=parts, max_size=parts))
-    assert are_cuts(rebalanced_cuts(torch.tensor([0, *inner, numel]), index, demand), numel, parts)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "index", "demand", "expected", "within"),
-    [
-        ([0, 100, 200, 300, 400], range(0, 100, 2), [1000, 0, 0, 0], [0, 25, 50, 75, 400], 3),  # all follow it
-        ([0, 100, 200, 300, 400], range(0, 400, 4), [25, 25, 25, 25], [0, 100, 200, 300, 400], 4),  # fair already
-        ([0, 3, 10], [], [5, 5], [0, 3, 10], 0),  # nothing was delivered
-        ([0, 3, 10], [1, 7], [0, 0], [0, 3, 10], 0),  # nothing was asked for
-    ],
-)
-def test_rebalanced_cuts_follow_the_demand(
-    cuts: list[int], index: list[int], demand: list[int], expected: list[int], within: int
-) -> None:
+@pytest.mark.parametrize(("cuts", "index", "demand", "expected", "within"), [
+    ([0, 100, 200, 300, 400], range(0, 100, 2), [1000, 0, 0, 0], [0, 25, 50, 75, 400], 3),  # all follow it
+    ([0, 100, 200, 300, 400], range(0, 400, 4), [25, 25, 25, 25], [0, 100, 200, 300, 400], 4),  # fair already
+    ([0, 3, 10], [], [5, 5], [0, 3, 10], 0),  # nothing was delivered
+    ([0, 3, 10], [1, 7], [0, 0], [0, 3, 10], 0),  # nothing was asked for
+])  # fmt: skip
+def test_rebalanced_cuts_follow_the_demand(cuts: Any, index: Any, demand: Any, expected: Any, within: int) -> None:
     again = rebalanced_cuts(torch.tensor(cuts), torch.tensor(list(index), dtype=torch.int64), demand)
     assert int((again - torch.tensor(expected)).abs().max()) <= within

@@ -1,12 +1,8 @@
 """The number of knobs that a user meets, by place; docs/settings.md has the table of those that went.
 
-A knob is a name that changes the work: an option of a command, a setting of a run, a keyword of `attach`, of `Reducer`
-or of an algorithm. Names that only print (--help, --version, --settings) are none. A name counts once in each place.
-One run is one place: a flag of `oktopk train` and the setting of that name are the same knob. So are all commands of
-`oktopk bench`, all of `oktopk data`, and all algorithms.
+A knob is a name that changes the work, and counts once in each place. One run is one place: a flag of `oktopk train`
+and the setting of that name are the same knob. So are all commands of `oktopk bench` or `data`, and all algorithms.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
@@ -16,7 +12,8 @@ from typing import Any
 
 import oktopk
 from oktopk.algorithms import ALGORITHMS
-from oktopk.cli.root import COMMANDS, load
+from oktopk.cli import COMMANDS
+from oktopk.cli.root import load
 from oktopk.train.config import Config
 
 MOST = 75
@@ -34,7 +31,8 @@ def keywords_of(function: Any) -> set[str]:
 
 
 def knobs() -> dict[str, set[str]]:
-    places = {f"oktopk {name}": set(options_of(load(name))) for name in COMMANDS if name != "worker"}
+    places = {f"oktopk {name}": set(options_of(load(name))) for name in COMMANDS if name != "doctor"}
+    places["oktopk doctor"] = {"json"}
     places["oktopk train"] |= {each.name for each in fields(Config)}
     places["attach"], places["Reducer"] = keywords_of(oktopk.attach), keywords_of(oktopk.Reducer)
     places["algorithms"] = {each.name for algorithm in ALGORITHMS.values() for each in fields(algorithm)}  # type: ignore[arg-type]

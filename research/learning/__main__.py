@@ -29,9 +29,9 @@ import torch
 from oktopk.bench.machine import provenance
 from oktopk.train.config import parse_pairs
 from research.learning import plots, tables
-from research.learning.classification import fashion
+from research.learning.classification import ImageRecipe
 from research.learning.experiment import OUT_OF_TIME, Task, run_all
-from research.learning.language import gpt
+from research.learning.language import TextRecipe
 from research.learning.settings import CATALOGUE, Setting, read_settings
 from research.learning.workload import METRICS, Asked, Recipe
 
@@ -50,8 +50,8 @@ def _speech(name: str, **ours: Any) -> Callable[[Asked], Recipe]:
 RECIPES: dict[str, Callable[[Asked], Recipe]] = {
     "an4": _speech("lstman4", dataset="an4", batch_size=16),
     "an4-small": _speech("an4-small"),
-    "fashion": fashion,
-    "gpt": gpt,
+    "fashion": ImageRecipe.asked,
+    "gpt": TextRecipe.asked,
 }
 
 

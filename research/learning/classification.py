@@ -7,10 +7,10 @@ layers; batch normalisation after each layer but the last. 3.5 M parameters at t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from oktopk.errors import SettingError, within
 from research.learning.images import Images
-from research.learning.workload import Asked, Sgd, changed
+from research.learning.workload import FolderRecipe, Sgd
 
 METRIC = "error"
 TEST_BATCH = 1000
@@ -28,7 +28,7 @@ PAIRS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageRecipe:
+class ImageRecipe(FolderRecipe):
     """What `--set` can change.
 
     width       channels of the first convolutions; the others and the linear layer follow from it
@@ -37,17 +37,15 @@ class ImageRecipe:
     clip        largest norm of the gradient; 0: no limit
     """
 
-    data_dir: str = ""
     width: int = 64
     batch_size: int = 32
     lr: float = 0.02
     momentum: float = 0.9
     nesterov: bool = True
     clip: float = 0.0
-    seed: int = 0
     steps: int = 1500
-    workers: int = 4
 
+    source: ClassVar[type] = Images
     data: ClassVar[str] = "fashion-mnist"
     metric: ClassVar[str] = METRIC
     dense_steps: ClassVar[int] = 128
@@ -57,17 +55,9 @@ class ImageRecipe:
             within(name, getattr(self, name), 1)
         within("lr", self.lr, 0, open_low=True)
 
-    def with_seed(self, seed: int) -> ImageRecipe:
-        """Return the same with other weights and in another order."""
-        return replace(self, seed=seed)
-
     def open(self, corpus: Path | None, workers: int, device: torch.device) -> Classification:
         """Return the workload; images are read once in a process."""
-        return Classification(self, _images(corpus, self.data_dir), workers, device)
-
-    def pack(self, path: Path) -> None:
-        """Write the images as one file."""
-        _images(None, self.data_dir).save(path)
+        return Classification(self, self.content(corpus), workers, device)
 
 
 class Classification:
@@ -150,22 +140,6 @@ def _figures(scores: Tensor, labels: Tensor) -> Tensor:
     """Return how many are wrong, and the sum of their losses."""
     wrong = (scores.argmax(1) != labels).sum()
     return torch.stack([wrong.double(), cross_entropy(scores, labels, reduction="sum").double()])
-
-
-def fashion(asked: Asked) -> ImageRecipe:
-    """Return the recipe with what is asked for."""
-    given: dict[str, Any] = {"batch_size": asked.batch, "steps": asked.steps}
-    given["data_dir"] = str(asked.data_dir) if asked.data_dir else ""
-    return changed(ImageRecipe(), given, asked.pairs)
-
-
-@lru_cache(maxsize=1)
-def _images(corpus: Path | None, data_dir: str) -> Images:
-    if corpus is not None:
-        return Images.load(corpus)
-    if not data_dir:
-        raise SettingError("the images want --data-dir, a folder with the four idx files, or --corpus, a packed file")
-    return Images.read(Path(data_dir))
 
 
 @lru_cache(maxsize=4)

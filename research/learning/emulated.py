@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oktopk.kernels.scales import running, scales_of
+from oktopk.kernels.reference import running, scales_of
 from oktopk.selection import SAMPLE_HITS, in_turn, num_selected, turns_first_
 from research.learning.mechanisms import Layout
 from research.learning.settings import Setting

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from oktopk.errors import SettingError, within
-from research.learning.workload import AdamW, Asked, changed
+from research.learning.workload import AdamW, FolderRecipe
 
 METRIC = "nats"
 WINDOW = 50
@@ -81,7 +80,7 @@ def _fitting(paths: Sequence[Path]) -> list[bytes]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipe:
+class TextRecipe(FolderRecipe):
     """What `--set` can change.
 
     layers, width, heads    of the net
@@ -93,7 +92,6 @@ class TextRecipe:
     weight_decay            decoupled, of all matrices
     """
 
-    data_dir: str = ""
     layers: int = 8
     width: int = 512
     heads: int = 8
@@ -105,10 +103,9 @@ class TextRecipe:
     beta2: float = 0.95
     weight_decay: float = 0.1
     clip: float = 1.0
-    seed: int = 0
     steps: int = 500
-    workers: int = 4
 
+    source: ClassVar[type] = Text
     data: ClassVar[str] = "python"
     metric: ClassVar[str] = METRIC
     dense_steps: ClassVar[int] = 100
@@ -120,17 +117,9 @@ class TextRecipe:
         if self.width % self.heads:
             raise SettingError(f"width {self.width} cannot be shared by {self.heads} heads: wanted a multiple")
 
-    def with_seed(self, seed: int) -> TextRecipe:
-        """Return the same with other weights and in another order."""
-        return replace(self, seed=seed)
-
     def open(self, corpus: Path | None, workers: int, device: torch.device) -> Continuation:  # noqa: ARG002
         """Return the workload; the text is read once in a process."""
-        return Continuation(self, _text(corpus, self.data_dir), device)
-
-    def pack(self, path: Path) -> None:
-        """Write the text as one file."""
-        _text(None, self.data_dir).save(path)
+        return Continuation(self, self.content(corpus), device)
 
 
 class Continuation:
@@ -240,19 +229,3 @@ class _Block(nn.Module):
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         stream = stream + self.attention_out(attended.transpose(1, 2).flatten(2))
         return stream + self.mlp_out(gelu(self.mlp_in(self.mlp_norm(stream))))
-
-
-def gpt(asked: Asked) -> TextRecipe:
-    """Return the recipe with what is asked for."""
-    given: dict[str, Any] = {"batch_size": asked.batch, "steps": asked.steps}
-    given["data_dir"] = str(asked.data_dir) if asked.data_dir else ""
-    return changed(TextRecipe(), given, asked.pairs)
-
-
-@lru_cache(maxsize=1)
-def _text(corpus: Path | None, data_dir: str) -> Text:
-    if corpus is not None:
-        return Text.load(corpus)
-    if not data_dir:
-        raise SettingError("the text wants --data-dir, a folder with Python sources, or --corpus, a packed file")
-    return Text.read(Path(data_dir))

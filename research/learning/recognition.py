@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.train.config import Config, make_config
-from oktopk.train.metrics import Transcripts, greedy, references
+from oktopk.train.ctc import count_edits, ctc_loss, error_rates, greedy, references
+from oktopk.train.data.features import Augmentation
 from oktopk.train.models import make_model
-from oktopk.train.models.ctc import ctc_loss
 from oktopk.train.recipes import load_recipe
 from research.learning.speech import Recordings, Speech
 from research.learning.workload import Asked, Sgd
@@ -57,7 +57,7 @@ class SpeechRecipe:
             workers=workers,
             batch_size=config.batch_size,
             device=device,
-            augmentation=config.augmentation(),
+            augmentation=Augmentation() if config.augment else None,
         )
         return Recognition(config, speech, device)
 
@@ -83,7 +83,7 @@ class Recognition:
 
     def lr_at(self, step: int) -> float:
         """Return the trainer's: a little less after each epoch."""
-        return self.config.lr_at(step // self.speech.steps_per_epoch)
+        return self.config.rates_at(step // self.speech.steps_per_epoch, "dense").lr
 
     def loss(self, net: nn.Module, step: int, worker: int) -> Tensor:
         """Return the CTC loss of a batch."""
@@ -93,14 +93,15 @@ class Recognition:
 
     def evaluate(self, net: nn.Module) -> dict[str, float]:
         """Return WER, CER and loss over what is validated with."""
-        transcripts, loss_sum, count = Transcripts(), 0.0, 0
+        said, written, loss_sum = list[str](), list[str](), 0.0
         for batch in self.speech.val_batches():
             log_probs, frames = net(batch.inputs, batch.frames)
             loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths)
-            loss_sum, count = loss_sum + float(loss) * len(frames), count + len(frames)
-            transcripts.add(references(batch.targets, batch.target_lengths), greedy(log_probs, frames))
-        counts = transcripts.counts()
-        return {"wer": counts.wer or 0.0, "cer": counts.cer or 0.0, "val_loss": loss_sum / count}
+            loss_sum += float(loss) * len(frames)
+            said += references(batch.targets, batch.target_lengths)
+            written += greedy(log_probs, frames)
+        rates = error_rates(count_edits(said, written))
+        return {"wer": rates["wer"] or 0.0, "cer": rates["cer"] or 0.0, "val_loss": loss_sum / len(said)}
 
 
 def recipe_of(name: str, **ours: Any) -> Callable[[Asked], SpeechRecipe]:

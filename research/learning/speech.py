@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oktopk.train.config import Config
 from oktopk.train.data.audio import FULL_SCALE, RATE_HZ, read_pcm
-from oktopk.train.data.features import HOP_SAMPLES, Augmentation, spectrogram
-from oktopk.train.data.labels import ctc_frames, encode
+from oktopk.train.data.features import Augmentation, spectrogram
+from oktopk.train.data.labels import encode
 from oktopk.train.data.loader import Batch, Batches
-from oktopk.train.data.manifest import TIME_STRIDE, Utterance
+from oktopk.train.data.manifest import Utterance
 
 VAL_BATCH = 64
 
@@ -107,9 +107,8 @@ class Speech:
             return self._plain[index]
         words = np.random.SeedSequence((self._seed, epoch, index)).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(words[0]) >> 1)
-        least = HOP_SAMPLES * TIME_STRIDE * (ctc_frames(encode(self._recordings.texts[index])) - 1)
-        samples = _floats(self._recordings.samples[index])
-        return self._spectrogram(self._augmentation.apply(samples, generator, least))
+        samples, text = _floats(self._recordings.samples[index]), self._recordings.texts[index]
+        return self._spectrogram(self._augmentation.apply(samples, text, generator))
 
     def _spectrogram(self, samples: Tensor) -> Tensor:
         """Return [frames, bins]."""

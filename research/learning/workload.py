@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -147,6 +148,45 @@ class Asked:
     batch: int | None = None
     steps: int | None = None
     pairs: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderRecipe:
+    """A recipe whose data is read from a folder or a packed file by `source`, once in a process."""
+
+    data_dir: str = ""
+    seed: int = 0
+    workers: int = 4
+
+    source: ClassVar[Any]
+
+    @classmethod
+    def asked(cls: type[R], asked: Asked) -> R:
+        """Return the recipe with what is asked for."""
+        given: dict[str, Any] = {"batch_size": asked.batch, "steps": asked.steps}
+        given["data_dir"] = str(asked.data_dir) if asked.data_dir else ""
+        return changed(cls(), given, asked.pairs)
+
+    def with_seed(self: R, seed: int) -> R:
+        """Return the same with other weights and in another order."""
+        return replace(self, seed=seed)  # type: ignore[type-var]
+
+    def content(self, corpus: Path | None) -> Any:
+        """Return the data."""
+        return _content(self.source, corpus, self.data_dir)
+
+    def pack(self, path: Path) -> None:
+        """Write the data as one file."""
+        self.content(None).save(path)
+
+
+@lru_cache(maxsize=1)
+def _content(source: Any, corpus: Path | None, data_dir: str) -> Any:
+    if corpus is not None:
+        return source.load(corpus)
+    if not data_dir:
+        raise SettingError("the recipe wants --data-dir, a folder with its data, or --corpus, a packed file")
+    return source.read(Path(data_dir))
 
 
 def changed(recipe: R, given: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> R:

@@ -1,79 +1,32 @@
 """Sparse allreduce for data-parallel training on PyTorch.
 
+    sparse = oktopk.attach(ddp_model, oktopk.OkTopk())
+
     reducer = oktopk.Reducer(oktopk.OkTopk(), oktopk.ProcessGroupComm())
     mean = reducer.all_reduce(grad)
 
-See `Reducer`, the algorithms (`OkTopk` first), and `run_local` for trying them without processes.
+See `attach`, `Reducer`, the algorithms (`OkTopk` first), and `run_local` for trying them without processes.
 """
 
-from oktopk.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    Dense,
-    GaussianK,
-    GTopk,
-    OkTopk,
-    OkTopkPaper,
-    Reduced,
-    TopkA,
-    TopkDSA,
-    make_algorithm,
-)
-from oktopk.comm import Comm, MeteredComm, ProcessGroupComm, Traffic, run_local
-from oktopk.ddp.attach import Attached, attach, small_or_vector
-from oktopk.ddp.checkpoint import load_distributed, save_distributed
-from oktopk.errors import (
-    InputError,
-    MalformedError,
-    MismatchError,
-    NonFiniteError,
-    OktopkError,
-    PeerError,
-    SettingError,
-    StateError,
-)
-from oktopk.reducer import Reducer
-from oktopk.sparse import Sparse
-from oktopk.telemetry import CallbackSink, JsonlSink, MemorySink, StepRecord, Summary, TensorBoardSink
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Attached",
-    "CallbackSink",
-    "Comm",
-    "Dense",
-    "GTopk",
-    "GaussianK",
-    "InputError",
-    "JsonlSink",
-    "MalformedError",
-    "MemorySink",
-    "MeteredComm",
-    "MismatchError",
-    "NonFiniteError",
-    "OkTopk",
-    "OkTopkPaper",
-    "OktopkError",
-    "PeerError",
-    "ProcessGroupComm",
-    "Reduced",
-    "Reducer",
-    "SettingError",
-    "Sparse",
-    "StateError",
-    "StepRecord",
-    "Summary",
-    "TensorBoardSink",
-    "TopkA",
-    "TopkDSA",
-    "Traffic",
-    "attach",
-    "load_distributed",
-    "make_algorithm",
-    "run_local",
-    "save_distributed",
-    "small_or_vector",
-]
+if TYPE_CHECKING:
+    from oktopk.api import *  # noqa: F403
+    from oktopk.api import __all__ as __all__
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use: torch takes seconds, and `oktopk --version` needs none of it."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    import oktopk.api
+
+    if name in globals():  # a subpackage, which that import brought
+        return globals()[name]
+    return getattr(oktopk.api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,22 +1,94 @@
-"""`python -m oktopk`, and the command `oktopk`."""
+"""`python -m oktopk`, and the command `oktopk`: version, help, typos and completion, with Python alone.
 
+Nothing here imports torch, or a package that `pip install oktopk` does not bring. Only the command that is called is
+imported.
+"""
+
+import os
 import sys
 
+import oktopk
+from oktopk.cli import COMMANDS
+from oktopk.errors import hint
 
-def main() -> None:
-    """Run the command line; without typer only `oktopk doctor` runs, as plain text."""
+HELP = f"""Usage: oktopk COMMAND [OPTIONS]
+
+Sparse allreduce for data-parallel training: train with it, and see what it sends.
+
+{chr(10).join(f"  {name:8} {line}" for name, (_, line) in COMMANDS.items())}
+
+  oktopk train             makes speech offline and learns it on two workers, in minutes
+  oktopk COMMAND --help    shows the options of a command
+  oktopk --version         prints the version
+  oktopk --completion SH   prints the completion for bash, zsh or fish: eval "$(oktopk --completion bash)"
+"""
+
+COMPLETE = "_OKTOPK_COMPLETE"
+BASH = f"""_oktopk() {{ COMPREPLY=($({COMPLETE}=1 oktopk "${{COMP_WORDS[@]:1:COMP_CWORD}}")); }}
+complete -o default -F _oktopk oktopk"""
+SHELLS = {
+    "bash": BASH,
+    "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{BASH}",
+    "fish": f"complete -c oktopk -a '({COMPLETE}=1 oktopk (commandline -opc)[2..] (commandline -ct))'",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    args = sys.argv[1:] if argv is None else argv
+    name, *rest = args or ["--help"]
+    if COMPLETE in os.environ:
+        print(*complete(args), sep="\n")
+    elif name in ("-h", "--help"):
+        print(HELP, end="")
+    elif name == "--version":
+        print(f"oktopk {oktopk.__version__}")
+    elif name == "--completion":
+        shell = rest[0] if rest else ""
+        print(SHELLS.get(shell) or _refuse(f"--completion wants bash, zsh or fish, and got {shell!r}"))
+    elif name in (*COMMANDS, "worker"):
+        run(name, rest)
+    else:
+        _refuse(f"no such command: {name!r}.{hint(name, COMMANDS) or ' Try oktopk --help'}")
+
+
+def run(name: str, args: list[str]) -> None:
+    """Run a command."""
+    if name == "doctor":
+        from oktopk.doctor.__main__ import main as examine
+
+        return examine(args)
     try:
-        from oktopk.cli.root import main as run
+        from oktopk.cli.root import load
 
-        run()
+        load(name)(args=args, prog_name=f"oktopk {name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("oktopk", "torch", "numpy"):
             raise
-        if sys.argv[1:2] == ["doctor"]:  # it helps most where a package is missing
-            from oktopk.doctor.__main__ import main as examine
+        extra = COMMANDS["train" if name == "worker" else name][0]
+        _refuse(f"oktopk {name} needs {error.name}: pip install 'oktopk[{extra}]'")
 
-            examine(sys.argv[2:])
-        sys.exit(f"oktopk: the command line needs {error.name}: pip install 'oktopk[train]'")
+
+def complete(args: list[str]) -> list[str]:
+    """Return the words that may stand in the place of the last argument."""
+    *before, last = args or [""]
+    if not before:
+        return [name for name in (*COMMANDS, "--help", "--version", "--completion") if name.startswith(last)]
+    try:
+        from click.shell_completion import ShellComplete
+
+        from oktopk.cli.root import load
+    except ModuleNotFoundError:
+        return []
+    if before[0] not in COMMANDS or before[0] == "doctor":
+        return []
+    found = ShellComplete(load(before[0]), {}, "oktopk", COMPLETE).get_completions(before[1:], last)
+    return [item.value for item in found]
+
+
+def _refuse(message: str) -> str:
+    sys.stderr.write(f"oktopk: {message}\n")
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 from oktopk.algorithms import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
 from oktopk.algorithms.oktopk import capacity_of
 from oktopk.algorithms.oktopk_paper import BUCKET_PAIRS
-from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec import HEADER_WORDS
 from oktopk.errors import SettingError
 from oktopk.selection import BAND, SKETCH, num_selected
 
@@ -110,14 +110,14 @@ def ring_words(numel: int, size: int, rank: int = 0) -> int:
 
 @predict.register
 def _(algorithm: TopkA, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
+    k, codec = algorithm.plan(numel)
     words = codec.words(k) * (size - 1)
     return exactly(words, size - 1, Call("all_gather", words)) + agreement(size - 1)
 
 
 @predict.register
 def _(algorithm: GaussianK, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
+    k, codec = algorithm.plan(numel)
     peers = size - 1
     typical, most = codec.words(k) * peers, codec.words(max(int(BAND[1] * k), 1)) * peers
     pairs = Cost(codec.words(0) * peers, float(typical), most, peers, (Call("all_to_all_single", typical),))
@@ -126,7 +126,7 @@ def _(algorithm: GaussianK, numel: int, size: int, rank: int = 0, segments: int 
 
 @predict.register
 def _(algorithm: GTopk, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
+    k, codec = algorithm.plan(numel)
     distances = [1 << i for i in range((size - 1).bit_length())]
     up = sum(rank % (2 * distance) == distance for distance in distances)
     down = sum(rank % (2 * distance) == 0 and rank + distance < size for distance in distances)
@@ -136,7 +136,7 @@ def _(algorithm: GTopk, numel: int, size: int, rank: int = 0, segments: int = 1)
 
 @predict.register
 def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, codec = num_selected(numel, algorithm.density), Codec(numel, algorithm.wire)
+    k, codec = algorithm.plan(numel)
     peers, length = size - 1, (rank + 1) * numel // size - rank * numel // size
     pair = codec.index_words + codec.value_words(2) / 2
     typical, dense = pair * k * peers / size, codec.value_words(length) * peers
@@ -157,27 +157,18 @@ def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1
 @predict.register
 def _(algorithm: OkTopkPaper, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
     k, codec, peers = num_selected(numel, algorithm.density), algorithm.codec(numel), size - 1
-    cap = int(algorithm.cap * k)
     if not peers:
         return exactly(0, 0)
-    pair = codec.index_words + codec.value_words(2) / 2
+    cap, pair = int(algorithm.cap * k), codec.index_words + codec.value_words(2) / 2
     buckets = peers * (1 + cap // BUCKET_PAIRS)
-    split = codec.words(cap) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * buckets
-    gather = (
-        (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + (HEADER_WORDS + SPARE_WORDS[codec.wire]) * peers
-    )
+    block = HEADER_WORDS + SPARE_WORDS[codec.wire]
+    split = codec.words(cap) + block * buckets
+    gather = (codec.words(-(-cap // size)) + 1) * peers + codec.words(cap) + block * peers
     summed = 8 * 256 + (size + 1) + segments  # int64 and float64: the radix select, twice, the cuts, the scales
     agreed = INT64_WORDS * (2 * summed + 7 * peers) + (SKETCH + 1) * peers
     # Messages: sums for radix select (four, where too many are equal eight), cuts and scales; verdict, counts, sizes
     # three times, sketch, balance and gather.
-    third = pair * k * peers / size
-    told = Call("all_gather", INT64_WORDS * peers)
-    balance = (Call("all_to_all_single", third), Call("all_gather", third))
-    calls = (
-        told,
-        Call("all_to_all_single", INT64_WORDS * peers),
-        *[Call("sendrecv", third / peers)] * peers,
-        told,
-        *balance,
-    )
-    return Cost(0, 3 * third, split + gather + agreed, 20 * peers + 8 * peers + buckets, calls)
+    third, told = pair * k * peers / size, INT64_WORDS * peers
+    calls = [Call("all_gather", told), Call("all_to_all_single", told), *[Call("sendrecv", third / peers)] * peers]
+    calls += [Call("all_gather", told), Call("all_to_all_single", third), Call("all_gather", third)]
+    return Cost(0, 3 * third, split + gather + agreed, 28 * peers + buckets, tuple(calls))

@@ -1,20 +1,11 @@
-"""The errors of oktopk, and when each is raised.
-
-    OktopkError
-    ├── SettingError    an impossible setting: density 2, an unknown wire              (a ValueError)
-    ├── InputError      a tensor that is refused: integer, of another size             (a ValueError)
-    │   └── NonFiniteError   it holds NaN or Inf                                       (a ValueError)
-    ├── MismatchError   the ranks disagree on what they are about to reduce            (a ValueError)
-    ├── StateError      a state dict of another algorithm, version or size             (a ValueError)
-    ├── MalformedError  a block or its indices that cannot be: cut short, out of order (a ValueError)
-    └── PeerError       another rank failed, or left, while this one waited for it     (a RuntimeError)
+"""The errors of oktopk. All are `OktopkError`s, and a ValueError or RuntimeError as well.
 
 An `InputError`, `NonFiniteError` or `MismatchError` is raised on every rank alike, before any gradient travels, and
 leaves the residual as it was (steps on a GPU: see docs/gpu.md). A `MalformedError` is raised on the rank that received
 the block, before anything of it is used; the others raise a `PeerError`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -23,11 +14,11 @@ class OktopkError(Exception):
 
 
 class SettingError(OktopkError, ValueError):
-    """An impossible setting."""
+    """An impossible setting: density 2, an unknown wire."""
 
 
 class InputError(OktopkError, ValueError):
-    """A tensor that is refused."""
+    """A tensor that is refused: integer, of another size."""
 
 
 class NonFiniteError(InputError):
@@ -39,11 +30,11 @@ class NonFiniteError(InputError):
 
 
 class MismatchError(OktopkError, ValueError):
-    """Ranks that disagree."""
+    """Ranks that disagree on what they are about to reduce."""
 
 
 class StateError(OktopkError, ValueError):
-    """A state dict that does not fit."""
+    """A state dict of another algorithm, version or size."""
 
 
 class MalformedError(OktopkError, ValueError):
@@ -55,7 +46,7 @@ class MalformedError(OktopkError, ValueError):
 
 
 class PeerError(OktopkError, RuntimeError):
-    """Another rank failed or left."""
+    """Another rank failed, or left, while this one waited for it."""
 
 
 def one_of(kind: str, name: str, known: Iterable[str]) -> str:
@@ -63,9 +54,13 @@ def one_of(kind: str, name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if name in names:
         return name
-    close = get_close_matches(str(name).lower(), names, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise SettingError(f"unknown {kind} {name!r}; there is {', '.join(names)}.{hint}")
+    raise SettingError(f"unknown {kind} {name!r}; there is {', '.join(names)}.{hint(str(name).lower(), names)}")
+
+
+def hint(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the question whether the closest of the known names was meant; nothing if none is close."""
+    close = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def within(kind: str, value: float, low: float, high: float = float("inf"), *, open_low: bool = False) -> float:
@@ -74,3 +69,11 @@ def within(kind: str, value: float, low: float, high: float = float("inf"), *, o
         return value
     upper = f" and at most {high:g}" if high != float("inf") else ""
     raise SettingError(f"{kind} must be {'above' if open_low else 'at least'} {low:g}{upper}, not {value!r}")
+
+
+def check_counts(counts: list[int], most: Sequence[int]) -> list[int]:
+    """Return the number of pairs that each rank announces; refuse one above its limit, before room is made for it."""
+    for source, (count, limit) in enumerate(zip(counts, most, strict=True)):
+        if not 0 <= count <= limit:
+            raise MalformedError(f"it announces {count} pairs, where there can be 0 to {limit}", source)
+    return counts

@@ -4,20 +4,14 @@ Cuts are an int64 tensor of P + 1 indices, nondecreasing, first 0, last numel; r
 its owner is rank i. Empty regions are legal.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from oktopk.comm.base import Comm
 from oktopk.errors import MalformedError
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
-
 
 SWEEP_EVERY = 8
 """Steps from one sweep to the next, because with 16 eight ranks come near the 5 % that may be pending."""

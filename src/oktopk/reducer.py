@@ -1,23 +1,20 @@
 """`Reducer`: tensor in, tensor out, with its residual, its state and its record."""
 
-from __future__ import annotations
-
 import sys
-import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
-from oktopk.algorithms.base import StepStats
+from oktopk.algorithms.base import StepStats, describe
 from oktopk.comm import Comm, MeteredComm, Traffic
+from oktopk.comm.agree import check_same, gather_settings
 from oktopk.errors import InputError, MismatchError, PeerError, SettingError, StateError, one_of
 from oktopk.steps import READBACK_DELAY, MadeStep, ParamGroup, ParamSlot, StepContext, StepLog, Steps
-from oktopk.telemetry import StepRecord
+from oktopk.telemetry.schema import StepRecord
 
 VERSION = 3
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -55,7 +52,6 @@ class Reducer:
         self._segments = () if segments is None else tuple(segments)
         if segments is not None and not self._algorithm.takes_segments:
             raise InputError(f"{self._algorithm.name} has no use for segments")
-        self._filling = 0.0 if self.on_nonfinite == "skip" else None
         self._step = 0
         self._agreed = False
         self._group: ParamGroup | None = None
@@ -71,8 +67,9 @@ class Reducer:
         """The record of the latest step; on the device path, asking for it waits for that step."""
         self._log.drain()
         if self._latest:
-            made, stats = self._latest.pop()
-            self._last = self._record(made, stats[0])
+            made, (stats,) = self._latest.pop()
+            is_dense = not self._algorithm.has_density or (stats is not None and stats.pairs is None)
+            (self._last,) = made.records([stats], self._comm.size, "dense" if is_dense else "sparse")
         return self._last
 
     @property
@@ -140,7 +137,8 @@ class Reducer:
             raise error
         mean = torch.empty_like(grad, memory_format=torch.contiguous_format) if out is None else out
         with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
-            steps.begin(StepContext(self._step, self._algorithm, filling=self._filling))
+            filling = 0.0 if self.on_nonfinite == "skip" else None
+            steps.begin(StepContext(self._step, self._algorithm, filling=filling))
             steps.start(group, [flat], [_flat(mean)])
             made = steps.finish()
         self.traffic.add_(made.parts[0].traffic)
@@ -157,21 +155,25 @@ class Reducer:
 
         A loaded residual moves to the device of the gradient.
         """
-        loaded, dtype = self._group, DTYPES.index(flat.dtype) if flat.dtype in DTYPES else -1
+        loaded, is_known = self._group, flat.dtype in DTYPES
         group = loaded
         if loaded is None or (loaded.dtype, loaded.device) != (flat.dtype, flat.device):
-            group = self._new_group(flat.numel(), flat.dtype, flat.device) if dtype >= 0 else None
-        on_device = group is not None and Steps([group], self._comm).on_device(self._algorithm)
-        mine = [flat.numel(), dtype, self._step, zlib.crc32(self._description().encode()), int(on_device)]
-        every = self._comm.all_gather(torch.tensor(mine, device=flat.device)).tolist()
-        if -1 in (row[1] for row in every):
-            rank = [row[1] for row in every].index(-1)
-            raise InputError(f"rank {rank} came with a tensor that is not float32, float64, bfloat16 or float16")
-        for what, column in zip(
-            ("numel", "dtype", "step", "settings", "kind of device"), zip(*every, strict=True), strict=True
-        ):
-            if len(set(column)) > 1:
-                raise MismatchError(_disagreement(what, column))
+            group = self._new_group(flat.numel(), flat.dtype, flat.device) if is_known else None
+        mine = {
+            "the numel of the tensor": flat.numel(),
+            "the dtype of the tensor": str(flat.dtype),
+            "the step": self._step,
+            "the algorithm": describe(self.algorithm),
+            "segments": self._segments,
+            "on_nonfinite": self.on_nonfinite,
+            "the device path": group is not None and Steps([group], self._comm).on_device(self._algorithm),
+            "known": is_known,
+        }
+        every = gather_settings(mine, self._comm, flat.device)
+        for rank, settings in enumerate(every):
+            if not settings["known"]:
+                raise InputError(f"rank {rank} came with a tensor that is not float32, float64, bfloat16 or float16")
+        check_same(every)
         assert group is not None
         if loaded is not None and loaded.numel != flat.numel():
             raise MismatchError(f"the loaded state is for {loaded.numel} elements, the tensor has {flat.numel()}")
@@ -191,16 +193,6 @@ class Reducer:
         self._log.drain()
         self._log.clear()
         self._group, self._steps = group, Steps([] if group is None else [group], self._comm)
-
-    def _record(self, made: MadeStep, stats: StepStats | None) -> StepRecord:
-        """Return the record of a step; one that delivers every element is a dense one."""
-        is_dense = not self._algorithm.has_density or (stats is not None and stats.pairs is None)
-        (record,) = made.records([stats], self._comm.size, "dense" if is_dense else "sparse")
-        return record
-
-    def _description(self) -> str:
-        algorithm = self.algorithm if is_dataclass(self.algorithm) else type(self.algorithm).__qualname__
-        return f"{algorithm} {self._segments} {self.on_nonfinite}"
 
     def _check_same(self, flat: Tensor, group: ParamGroup) -> None:
         """Refuse another kind of tensor on the device path, where no rank would tell the others of it."""
@@ -231,11 +223,10 @@ def _check_usable(grad: Tensor, out: Tensor | None) -> None:
     """Refuse what no rank could work with, before anything travels; the other ranks are told."""
     if not isinstance(grad, Tensor):
         raise TypeError(f"all_reduce wants a tensor, not {type(grad).__name__}")
-    fits = out is None or (isinstance(out, Tensor) and out.shape == grad.shape and out.dtype == grad.dtype)
-    if not fits or (out is not None and not (out.is_contiguous() and out.device == grad.device)):
-        raise SettingError(
-            f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)} on {grad.device}"
-        )
+    wanted = (grad.shape, grad.dtype, grad.device, True)
+    if out is None or (isinstance(out, Tensor) and (out.shape, out.dtype, out.device, out.is_contiguous()) == wanted):
+        return
+    raise SettingError(f"out must be a contiguous {grad.dtype} tensor of shape {tuple(grad.shape)} on {grad.device}")
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -243,11 +234,3 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor  # as a view of it would be, which takes torch several microseconds
     return tensor.detach().contiguous().view(-1)
-
-
-def _disagreement(what: str, column: Sequence[int]) -> str:
-    if what == "settings":
-        return "the ranks disagree on the algorithm, its settings or the segments; give every rank the same"
-    names = {"dtype": DTYPES, "kind of device": ("the host path", "the device path")}.get(what)
-    said = ", ".join(f"rank {rank} has {names[x] if names else x}" for rank, x in enumerate(column))
-    return f"the ranks disagree on the {'step they are at' if what == 'step' else f'{what} of the tensor'}: {said}"

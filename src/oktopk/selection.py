@@ -11,20 +11,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oktopk.comm.base import Comm
 from oktopk.errors import InputError
 from oktopk.kernels import kernels_for
-from oktopk.kernels.scales import running, scales_of
+from oktopk.kernels.reference import running, scales_of
 from oktopk.state import TRANSIENT
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
 
 SAMPLE_HITS = 1024
 """Number of sampled elements above a sampled threshold, because its count then errs by 1/sqrt(1024) = 3 %."""
@@ -111,8 +108,7 @@ class Ranking:
 
     def thresholds(self, threshold: float) -> NDArray[np.float64]:
         """Return the magnitude that has the score `threshold` in each segment."""
-        means: NDArray[np.float64] = (self.scale * threshold * (1 if self.is_magnitude else ROUNDING)).numpy()
-        return means
+        return np.asarray(self.scale * threshold * (1 if self.is_magnitude else ROUNDING))
 
 
 def at_least(acc: Tensor, threshold: float, ranking: Ranking) -> Tensor:
@@ -219,14 +215,17 @@ def top_k(score: Tensor, k: int) -> Tensor:
 
 def exact_threshold(acc: Tensor, k: int, ranking: Ranking) -> float:
     """Return the k-th largest score of the whole vector."""
-    return 0.0 if k >= len(acc) else kth_largest(_scores(acc, ranking), k)
+    if k >= len(acc):
+        return 0.0
+    if ranking.is_magnitude:
+        return kth_largest(acc.abs(), k)
+    return kth_largest(ranking.score(acc, torch.arange(len(acc), device=acc.device)), k)
 
 
 def sampled_threshold(acc: Tensor, k: int, ranking: Ranking, seed: int) -> float:
     """Return the k-th largest score of a random sample; the exact one where the sample would be the whole.
 
-    It is measured on the vector at hand, so that it follows a gradient that grows a hundredfold in one step, and no
-    feedback can oscillate. The count that reaches it is within about 3 % of k.
+    It is measured on the vector at hand, so that it follows a gradient that grows a hundredfold in one step.
     """
     numel = len(acc)
     size = SAMPLE_HITS * numel // max(k, 1)
@@ -242,9 +241,3 @@ def gaussian_threshold(acc: Tensor, density: float) -> float:
         return 0.0
     std, mean = torch.std_mean(acc)
     return abs(float(mean)) + NormalDist().inv_cdf(1 - density / 2) * float(std)
-
-
-def _scores(acc: Tensor, ranking: Ranking) -> Tensor:
-    if ranking.is_magnitude:
-        return acc.abs()
-    return ranking.score(acc, torch.arange(len(acc), device=acc.device))

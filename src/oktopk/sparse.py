@@ -51,13 +51,6 @@ class Sparse:
         """Return `dense` at `index`, zero elsewhere."""
         return Sparse(index, dense.index_select(0, index), dense.numel())
 
-    @staticmethod
-    def concat(parts: Sequence[Sparse]) -> Sparse:
-        """Return the parts laid one after another: the inverse of `split`."""
-        offsets = list(itertools.accumulate((part.numel for part in parts), initial=0))
-        index = torch.cat([part.index + offset for part, offset in zip(parts, offsets, strict=False)])
-        return Sparse(index, torch.cat([part.value for part in parts]), offsets[-1])
-
     @property
     def nnz(self) -> int:
         """Number of elements held."""

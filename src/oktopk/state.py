@@ -1,7 +1,5 @@
 """State as plain data, for checkpoints: dataclasses become dicts of tensors and numbers, safe to load."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from dataclasses import fields, is_dataclass

@@ -1,19 +1,19 @@
-"""The root of the command line: it imports the command that is called, and no other."""
-
-from __future__ import annotations
+"""The command line's root: version, help, typos and completion need neither torch nor an extra."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from oktopk.cli.root import COMMANDS, app
+from oktopk.__main__ import SHELLS
+from oktopk.cli import COMMANDS
 
 PROBE = """
 import json, sys
-from oktopk.cli.root import main
+from oktopk.__main__ import main
 found = {}
 for command in json.loads(sys.argv[1]):
     before = set(sys.modules)
@@ -24,32 +24,74 @@ for command in json.loads(sys.argv[1]):
     found[command[0]] = sorted({name.split(".")[1] for name in set(sys.modules) - before if name.startswith("oktopk.")})
 print(json.dumps(found))
 """
+BARE = """
+import sys
+for name in ("torch", "numpy", "typer", "click", "rich"):
+    sys.modules[name] = None  # an import of it fails
+from oktopk.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}, check=False)
+
+
+def bare(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line where only the standard library can be imported."""
+    return run(sys.executable, "-c", BARE, *args, **env)
 
 
 def test_doctor_report_and_bench_import_no_trainer_and_no_other_command() -> None:
     """Each of them in turn, in one process, as far as it gets without work: the packages that it adds."""
     calls = [["doctor", "--help"], ["report", "no-such-run"], ["bench", "step", "--model", "no.such:thing"]]
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(calls)], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run(sys.executable, "-c", PROBE, json.dumps(calls))
     found = json.loads(done.stdout.splitlines()[-1])
-    assert "doctor" in found["doctor"]
-    assert not {"report", "train"} & set(found["doctor"])
-    assert "report" in found["report"]
-    assert not {"bench", "doctor", "train"} & set(found["report"])
-    assert "bench" in found["bench"]
-    assert "train" not in found["bench"]
+    strangers = {"doctor": {"report", "train"}, "report": {"bench", "doctor", "train"}, "bench": {"train"}}
+    for own, others in strangers.items():
+        assert own in found[own]
+        assert not others & set(found[own])
+
+
+@pytest.mark.parametrize(("args", "status", "said"), [
+    (["--version"], 0, "oktopk 0."),
+    (["--help"], 0, "Usage: oktopk COMMAND"),
+    (["-h"], 0, "oktopk --completion SH"),
+    ([], 0, "Usage: oktopk COMMAND"),
+    (["docter"], 2, "no such command: 'docter'. Did you mean 'doctor'?"),
+    (["nothing"], 2, "Try oktopk --help"),
+    (["report", "x"], 2, "oktopk report needs typer: pip install 'oktopk[report]'"),
+    (["worker"], 2, "oktopk worker needs typer: pip install 'oktopk[train]'"),
+    (["--completion", "tcsh"], 2, "--completion wants bash, zsh or fish, and got 'tcsh'"),
+])  # fmt: skip
+def test_the_root_needs_only_python(args: list[str], status: int, said: str) -> None:
+    done = bare(*args)
+    assert (done.returncode, said in done.stdout + done.stderr) == (status, True)
 
 
 def test_help_lists_the_commands() -> None:
-    done = CliRunner().invoke(app, ["--help"])
-    assert done.exit_code == 0
-    shown = {line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 2}
-    assert shown & set(COMMANDS) == set(COMMANDS) - {"worker"}
+    assert {line.split()[0] for line in bare("--help").stdout.splitlines() if line.startswith("  ")} > set(COMMANDS)
 
 
-@pytest.mark.parametrize(("name", "said"), [("docter", "Did you mean 'doctor'"), ("nothing", "No such command")])
-def test_an_unknown_command_is_refused_with_a_hint(name: str, said: str) -> None:
-    done = CliRunner().invoke(app, [name])
-    assert done.exit_code == 2
-    assert said in done.stderr
+@pytest.mark.parametrize("words", [*COMMANDS, "bench exchange", "data an4"])
+def test_a_commands_help_is_plain_and_keeps_the_lines_of_examples(words: str) -> None:
+    from tests.commands import invoke
+
+    done = invoke(*words.split(), "-h", columns=40)
+    assert (done.exit_code, "─" in done.stdout) == (0, False)
+    examples = {"bench exchange": "--mbit 100,1000,0 --out results\n", "data an4": ".tar.gz --out data/an4\n"}
+    assert examples.get(words, "-h, --help") in done.stdout
+
+
+def test_completion_offers_commands_and_their_options() -> None:
+    assert bare("re", _OKTOPK_COMPLETE="1").stdout.split() == ["report"]
+    assert bare("report", "--j", _OKTOPK_COMPLETE="1").stdout.split() == []
+    done = run(sys.executable, "-m", "oktopk", "report", "--j", _OKTOPK_COMPLETE="1")
+    assert done.stdout.split() == ["--json"]
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    (tmp_path / "oktopk").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m oktopk "$@"\n')
+    (tmp_path / "oktopk").chmod(0o755)
+    script = f'{SHELLS["bash"]}\nCOMP_WORDS=(oktopk do); COMP_CWORD=1; _oktopk; echo "${{COMPREPLY[@]}}"'
+    assert run("bash", "-c", script, PATH=f"{tmp_path}:{os.environ['PATH']}").stdout.split() == ["doctor"]

@@ -1,8 +1,7 @@
-from __future__ import annotations
-
 import contextlib
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +12,20 @@ from oktopk import MalformedError, Sparse
 from oktopk.codec import HEADER_WORDS, Codec
 from oktopk.codec.values import WIRES, round_to
 
-wires = st.sampled_from(list(WIRES))
+wires, floats = st.sampled_from(list(WIRES)), st.sampled_from([torch.float32, torch.float64])
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @st.composite
 def parts(draw: st.DrawFn) -> Sparse:
     numel = draw(st.sampled_from([1, 40, 2**24 + 10, 2**31 - 1, 2**31, 2**33 + 5]))
-    index = sorted(draw(st.sets(st.integers(0, numel - 1), max_size=9)))
+    odd = [place for place in (0, 2**24 - 1, 2**24 + 1, 2**24 + 3, numel - 1) if place < numel]  # no float32 has them
+    index = sorted(draw(st.sets(st.sampled_from(odd) | st.integers(0, numel - 1), max_size=9)))
     value = draw(st.lists(FLOATS, min_size=len(index), max_size=len(index)))
     return Sparse(torch.tensor(index, dtype=torch.int64), torch.tensor(value, dtype=torch.float32), numel)
 
 
-@given(
-    wire=wires, dtype=st.sampled_from([torch.float32, torch.float64]), part=parts(), spare=st.integers(0, 3),
-    note=st.integers(0, 2**62 - 1),
-)  # fmt: skip
+@given(wire=wires, dtype=floats, part=parts(), spare=st.integers(0, 3) | st.just(600), note=st.integers(0, 2**62 - 1))
 @settings(max_examples=60)
 def test_what_is_encoded_comes_back(wire: str, dtype: torch.dtype, part: Sparse, spare: int, note: int) -> None:
     """With its rounding error it is the whole, and a block that lies behind another can be read."""
@@ -56,23 +53,20 @@ def test_float64_loses_to_float32_and_says_so() -> None:
     assert float(lost) == 0.1 - float(torch.tensor(0.1))
 
 
-@pytest.mark.parametrize(
-    ("numel", "wire", "capacity", "words"),
-    [
-        (100, "fp32", 0, 0),
-        (100, "fp32", 7, 14),
-        (100, "bf16", 7, 2 + 4),  # gaps of 8 bits
-        (10_000_000, "bf16", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 5_000),  # of 12, up to 2,441 of them empty
-        (100_000_000, "bf16", 10_000, (10_000 + 1_526) // 2 + 5_000),  # of 16
-        (10_000_000, "bf16", 3, 3 + 2),  # too few to be worth packing
-        (2**31 - 1, "fp32", 5, 10),
-        (2**31, "fp32", 5, 10 + 6),
-        (2**31, "bf16", 5, 10 + 4),
-        (100, "int8", 7, 2 + 1 + 2),  # one scale
-        (10_000_000, "int8", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 40 + 2_500),
-        (2**31, "int8", 5, 10 + 4),
-    ],
-)
+@pytest.mark.parametrize(("numel", "wire", "capacity", "words"), [
+    (100, "fp32", 0, 0),
+    (100, "fp32", 7, 14),
+    (100, "bf16", 7, 2 + 4),  # gaps of 8 bits
+    (10_000_000, "bf16", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 5_000),  # of 12, up to 2,441 of them empty
+    (100_000_000, "bf16", 10_000, (10_000 + 1_526) // 2 + 5_000),  # of 16
+    (10_000_000, "bf16", 3, 3 + 2),  # too few to be worth packing
+    (2**31 - 1, "fp32", 5, 10),
+    (2**31, "fp32", 5, 10 + 6),
+    (2**31, "bf16", 5, 10 + 4),
+    (100, "int8", 7, 2 + 1 + 2),  # one scale
+    (10_000_000, "int8", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 40 + 2_500),
+    (2**31, "int8", 5, 10 + 4),
+])  # fmt: skip
 def test_the_size_of_a_block(numel: int, wire: str, capacity: int, words: int) -> None:
     assert Codec(numel, wire).words(capacity) == HEADER_WORDS + words
 
@@ -93,18 +87,6 @@ def test_what_would_overflow_becomes_the_largest_number() -> None:
     assert round_to(huge, torch.float32).tolist() == [torch.finfo(torch.float32).max]
 
 
-@pytest.mark.parametrize("numel", [1_000_000, 27_569_568, 500_000_000])
-def test_a_pair_takes_at_most_four_bytes_at_one_percent_and_one_less_as_int8(numel: int) -> None:
-    for size in (2, 4, 8):
-        capacity = numel // 100 * 5 // 4 // size
-        bf16, int8 = (4 * (Codec(numel, wire).words(capacity) - HEADER_WORDS) / capacity for wire in ("bf16", "int8"))
-        assert bf16 <= 4
-        assert 0.97 < bf16 - int8 < 1
-
-
-# ---- blocks that cannot be
-
-
 PACKED, PLAIN = ("int8", 10_000), ("fp32", 10_000)
 
 
@@ -114,31 +96,28 @@ def block_of(wire: str, numel: int, count: int = 600, capacity: int = 700) -> tu
     return codec, codec.encode(part, capacity, note=7)[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "word", "written", "said"),
-    [
-        (PLAIN, 0, -1, "says -1 pairs, where there can be 0 to 700"),
-        (PLAIN, 0, 701, "says 701 pairs"),
-        (PLAIN, 1, 1, "says 1 slots, where there can be 0 to 0"),
-        (PLAIN, 2, -5, "note"),
-        (PLAIN, 3, -(2**31), "note"),
-        (PLAIN, HEADER_WORDS, -1, "leave 0..9999"),
-        (PLAIN, HEADER_WORDS + 599, 10_000, "leave 0..9999"),
-        (PLAIN, HEADER_WORDS + 3, 0, "strictly increasing"),
-        (PLAIN, HEADER_WORDS + 700, 0x7F800000, "NaN or infinite"),
-        (PLAIN, HEADER_WORDS + 701, 0x7FC00000, "NaN"),
-        (PLAIN, HEADER_WORDS + 702, -1, "NaN"),
-        (PACKED, 0, 2**31 - 1, "pairs"),
-        (PACKED, 1, -1, "says -1 slots"),
-        (PACKED, 1, 599, "says 599 slots, where there can be 600"),
-        (PACKED, 1, 2**31 - 1, "slots"),
-        (PACKED, 0, 599, "600 indices"),
-        (PACKED, HEADER_WORDS, -1, "indices"),
-        (PACKED, -178, 0x7FC00000, "scale"),
-        (PACKED, -178, -0x40800000, "scale"),  # -1.0
-        (PACKED, -178, 0x7F800000, "NaN or infinite"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "word", "written", "said"), [
+    (PLAIN, 0, -1, "says -1 pairs, where there can be 0 to 700"),
+    (PLAIN, 0, 701, "says 701 pairs"),
+    (PLAIN, 1, 1, "says 1 slots, where there can be 0 to 0"),
+    (PLAIN, 2, -5, "note"),
+    (PLAIN, 3, -(2**31), "note"),
+    (PLAIN, HEADER_WORDS, -1, "leave 0..9999"),
+    (PLAIN, HEADER_WORDS + 599, 10_000, "leave 0..9999"),
+    (PLAIN, HEADER_WORDS + 3, 0, "strictly increasing"),
+    (PLAIN, HEADER_WORDS + 700, 0x7F800000, "NaN or infinite"),
+    (PLAIN, HEADER_WORDS + 701, 0x7FC00000, "NaN"),
+    (PLAIN, HEADER_WORDS + 702, -1, "NaN"),
+    (PACKED, 0, 2**31 - 1, "pairs"),
+    (PACKED, 1, -1, "says -1 slots"),
+    (PACKED, 1, 599, "says 599 slots, where there can be 600"),
+    (PACKED, 1, 2**31 - 1, "slots"),
+    (PACKED, 0, 599, "600 indices"),
+    (PACKED, HEADER_WORDS, -1, "indices"),
+    (PACKED, -178, 0x7FC00000, "scale"),
+    (PACKED, -178, -0x40800000, "scale"),  # -1.0
+    (PACKED, -178, 0x7F800000, "NaN or infinite"),
+])  # fmt: skip
 def test_a_block_that_cannot_be_is_refused(kind: tuple[str, int], word: int, written: int, said: str) -> None:
     """-1 slots made room for none and wrote thousands; NaN was ranked, which wrote behind a histogram."""
     codec, block = block_of(*kind)
@@ -168,22 +147,18 @@ def test_a_sum_that_overflowed_still_arrives(wire: str) -> None:
 
 
 @given(
-    wire=wires,
-    numel=st.sampled_from([1, 40, 70_000, 2**31 - 1, 2**31, 2**40]),
+    codec=st.builds(Codec, st.sampled_from([1, 40, 70_000, 2**31 - 1, 2**31, 2**40]), wires),
     capacity=st.integers(0, 300),
     header=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 400), min_size=4, max_size=4),
     seed=st.integers(0, 2**32),
     spare=st.integers(-3, 3),
 )
-def test_a_block_of_any_words_is_decoded_or_refused(
-    wire: str, numel: int, capacity: int, header: list[int], seed: int, spare: int
-) -> None:
-    codec = Codec(numel, wire)
+def test_any_words_are_decoded_or_refused(codec: Codec, capacity: int, header: Any, seed: int, spare: int) -> None:
     random = torch.Generator().manual_seed(seed)
     block = torch.randint(-(2**31), 2**31, (max(codec.words(capacity) + spare, 0),), generator=random).int()
     block[:HEADER_WORDS] = torch.tensor(header[: len(block)], dtype=torch.int32)
     for room in (capacity, None):
         with contextlib.suppress(MalformedError):
             part, note = codec.decode(block, torch.float32, room)
-            assert part.nnz <= min(header[0], numel)
+            assert part.nnz <= min(header[0], codec.numel)
             assert 0 <= note < 2**62

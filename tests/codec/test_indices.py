@@ -1,13 +1,12 @@
 """Packed indices come back, fit where they are said to fit, and are never larger than plain ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.codec.indices import PLAIN, WIDTHS, best_width, pack, packed_words, unpack
+from oktopk.codec.indices import PLAIN, WIDTHS, best_width, pack, packed_words
+from oktopk.kernels import kernels_for
 
 NUMELS = st.sampled_from([1, 2, 254, 255, 256, 257, 4_095, 4_096, 65_535, 65_536, 65_537, 1_000_003, 2**31 - 1])
 
@@ -30,7 +29,7 @@ def test_what_is_packed_comes_back_and_fits(width: int, case: tuple[int, list[in
     packed, slots = pack(torch.tensor(index, dtype=torch.int64), width)
     assert packed.dtype == torch.uint8
     assert len(packed) <= 4 * packed_words(numel, len(index), width)
-    assert unpack(packed, slots, width).tolist() == index
+    assert kernels_for(packed).unpack(packed, slots, width).tolist() == index
     assert pack(torch.arange(numel % 10**5), width)[1] == numel % 10**5  # a full vector takes a slot each
 
 

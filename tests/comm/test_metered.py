@@ -1,7 +1,5 @@
 """What is counted: each message once, at its size, under its phase; a block for oneself never."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -22,12 +20,6 @@ def metered(size: int, fn: Any) -> list[Traffic]:
     return run_local(size, job)
 
 
-def test_an_all_gather_sends_a_block_to_each_peer() -> None:
-    for traffic in metered(4, lambda comm: comm.all_gather(torch.ones(10, dtype=torch.int64))):
-        assert (traffic.sent_bytes, traffic.received_bytes, traffic.messages) == (240, 240, 3)
-        assert traffic.sizes == {("other", "all_gather"): Counter({80: 3})}
-
-
 @given(numel=st.integers(0, 1001), size=st.integers(2, 7))
 def test_an_all_reduce_counts_as_a_ring(numel: int, size: int) -> None:
     """Every block is sent by all ranks but one, in each half."""
@@ -43,10 +35,6 @@ def uneven(comm: Any) -> None:
     comm.all_to_all_single(torch.ones(sum(send[comm.rank])), send[comm.rank], [row[comm.rank] for row in send])
 
 
-def of_any_size(comm: Any) -> None:
-    comm.all_to_all_v([torch.ones(comm.rank * 2, dtype=torch.int32)] * 3)
-
-
 def one_way(comm: Any) -> None:
     if comm.rank == 0:
         comm.sendrecv(torch.ones(6, dtype=torch.int32), 1, 1, 0).wait()
@@ -54,31 +42,19 @@ def one_way(comm: Any) -> None:
         comm.sendrecv(None, 0, 0, 6).wait()
 
 
-@pytest.mark.parametrize(
-    ("job", "sent", "received", "messages"),
-    [
-        (uneven, [4, 20, 0], [8, 4, 12], [1, 2, 0]),  # what is empty is no message, what is for oneself no traffic
-        (of_any_size, [16, 32, 48], [16 + 8 + 16, 16 + 16, 16 + 8], [2, 4, 4]),  # sizes travel first
-        (one_way, [24, 0, 0], [0, 24, 0], [1, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("job", "sent", "received", "messages"), [
+    (uneven, [4, 20, 0], [8, 4, 12], [1, 2, 0]),  # what is empty is no message, what is for oneself no traffic
+    (lambda comm: comm.all_to_all_v([torch.ones(comm.rank * 2, dtype=torch.int32)] * 3),
+     [16, 32, 48], [16 + 8 + 16, 16 + 16, 16 + 8], [2, 4, 4]),  # sizes travel first
+    (one_way, [24, 0, 0], [0, 24, 0], [1, 0, 0]),
+    (lambda comm: comm.all_gather(torch.ones(10, dtype=torch.int64)), [160] * 3, [160] * 3, [2] * 3),
+    (lambda comm: comm.all_to_all(torch.ones(3, 5)), [40] * 3, [40] * 3, [2] * 3),
+])  # fmt: skip
 def test_each_message_counts_once(job: Any, sent: list[int], received: list[int], messages: list[int]) -> None:
     by_rank = metered(3, job)
     assert [t.sent_bytes for t in by_rank] == sent
     assert [t.received_bytes for t in by_rank] == received
     assert [t.messages for t in by_rank] == messages
-
-
-def test_one_rank_alone_has_no_traffic() -> None:
-    def job(comm: Any) -> None:
-        comm.all_reduce(torch.ones(9))
-        comm.all_gather(torch.ones(9))
-        comm.all_to_all_single(torch.ones(9), [9], [9])
-        comm.all_to_all_v([torch.ones(9)])
-
-    (traffic,) = metered(1, job)
-    assert (traffic.sent_bytes, traffic.received_bytes, traffic.messages) == (0, 0, 0)
-    assert sum(traffic.calls.values()) == 4
 
 
 def test_traffic_is_counted_under_its_phase() -> None:
@@ -95,7 +71,6 @@ def test_traffic_is_counted_under_its_phase() -> None:
         assert traffic.calls == {("outer", "all_gather"): 2, ("inner", "all_gather"): 1, ("other", "all_gather"): 1}
         assert set(traffic.phase_seconds) == {"outer", "inner"}
         assert traffic.phase_seconds["outer"] >= traffic.phase_seconds["inner"] > 0
-        assert all(seconds > 0 for seconds in traffic.comm_seconds.values())
 
 
 def test_a_phase_ends_where_it_raises_and_pop_starts_again() -> None:
@@ -115,20 +90,25 @@ def test_traffics_add_up() -> None:
     total = Traffic()
     total.add_(one)
     total.add_(two)
-    assert total.sent_bytes == one.sent_bytes + two.sent_bytes
-    assert total.received_bytes == one.received_bytes + two.received_bytes
-    assert total.messages == one.messages + two.messages
+    for figure in ("sent_bytes", "received_bytes", "messages"):
+        assert getattr(total, figure) == getattr(one, figure) + getattr(two, figure)
     assert sum(total.calls.values()) == 4
     assert one.sizes[("other", "all_gather")] == Counter({12: 2})  # adding leaves what is added alone
 
 
-def test_a_failure_is_passed_on() -> None:
+def test_a_failure_is_passed_on_and_a_call_that_fails_is_not_counted() -> None:
+    counted = []
+
     def job(comm: Any) -> None:
         wrapped = MeteredComm(comm)
         if comm.rank == 1:
             wrapped.fail(OSError("gone"))
-        else:
+            return
+        try:
             wrapped.all_gather(torch.ones(1))
+        finally:
+            counted.append(sum(wrapped.traffic.calls.values()))
 
     with pytest.raises(OSError, match="gone"):
         run_local(2, job)
+    assert counted == [0]

@@ -1,208 +1,282 @@
-"""`save_distributed` and `load_distributed`: what is pending survives, on as many ranks or on others."""
-
-from __future__ import annotations
+"""A run that was stopped and resumed has the weights, to the last bit, of one that never stopped."""
 
 import copy
-from pathlib import Path
-from typing import Any
+import io
+from collections import OrderedDict
+from contextlib import nullcontext, redirect_stderr
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import oktopk
-from oktopk import OkTopk, OkTopkPaper, TopkA
-from tests.ddp.harness import (
-    Books,
-    Net,
-    Raised,
-    Worlds,
-    attach,
-    check_balance,
-    descend_,
-    error_of,
-    mean_of,
-    relative_error,
-    same_bits,
-    step_,
-    weights_of,
-)
+from oktopk import Attached, OkTopk, OkTopkPaper, TopkA, load_distributed, save_distributed
+from tests.cases import COVER, algorithms, device_step
+from tests.ddp.accounts import Audit, any_left, mean_of, same_bits, weights_of, worst_error
+from tests.ddp.harness import attach, check_words, error_of, on_ranks, through_a_file
+from tests.ddp.nets import Net, batch, loss_of, step_
 
 pytestmark = pytest.mark.processes
+slow = pytest.mark.slow
 
-CONSERVED = 1e-6
-STEPS, MORE = 8, 8
-BOUNDED = OkTopk(density=0.05, rescale_every=3)
-PAPER = OkTopkPaper(density=0.05, repartition_every=3, rethreshold_every=2)
-
-
-def start(algorithm: Any, bucket_cap_mb: float = 0.01, **settings: Any) -> tuple[DDP, oktopk.Attached]:
-    model = DDP(Net(), bucket_cap_mb=bucket_cap_mb)
-    return model, attach(model, algorithm, **{"dense_steps": 2, "exclude": "*bias", **settings})
+DENSE_STEPS = 4
+STEPS = 16
+STOPS = (2, DENSE_STEPS, DENSE_STEPS + 1, 11)  # in the dense phase, at its end, right after, well inside
+PERIODS = {"repartition_every": 5, "rethreshold_every": 3}
+BOUNDED, PAPER = OkTopk(density=0.05, rescale_every=5), OkTopkPaper(density=0.05, **PERIODS)
 
 
-def train(model: DDP, first: int, end: int) -> None:
-    for step in range(first, end):
-        step_(model, step)
-        descend_(model)
+class Session:
+    """What a training script has in hand; it makes distributed checkpoints if it has a folder for them."""
+
+    def __init__(self, algorithm=BOUNDED, seed=0, unused=False, bucket_cap_mb=0.01, folder=None, **settings):
+        self.folder, self.unused = folder, unused
+        self.model = DDP(Net(seed=seed), bucket_cap_mb=bucket_cap_mb, find_unused_parameters=unused)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.attached = attach(self.model, algorithm, **{"dense_steps": DENSE_STEPS, **settings})
+
+    def train(self, first, end):
+        rank = dist.get_rank()
+        for step in range(first, end):
+            self.optimizer.zero_grad()
+            branch = not self.unused or (step % 5 != 0 and (step + rank) % 3 != 0)
+            loss_of(self.model, rank, step, branch=branch).backward()
+            self.optimizer.step()
+
+    def saved(self):
+        parts = {"net": self.model.module, "optimizer": self.optimizer, "oktopk": self.attached}
+        if self.folder is not None:
+            save_distributed(self.folder / str(self.attached.step), self.attached)
+        return through_a_file({name: part.state_dict() for name, part in parts.items()})
+
+    def load(self, state):
+        self.model.module.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would go on in the tensors it is given
+        if self.folder is None:
+            self.attached.load_state_dict(state["oktopk"])
+        else:
+            load_distributed(self.folder / str(state["oktopk"]["step"]), self.attached)
+
+    def end(self):
+        residual = {f"residual of {name}": tensor for name, tensor in self.attached.residual.items()}
+        return weights_of(self.model.module) | residual
 
 
-def save(path: Path, algorithm: Any, settings: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Train, save, and go on: the residual that was saved, and the weights of the run that never stopped."""
-    model, attached = start(algorithm, **settings)
-    train(model, 0, STEPS)
-    oktopk.save_distributed(path, attached)
-    if dist.get_rank() == 0:
-        torch.save(model.module.state_dict(), path / "net.pt")
-    saved = {"residual": attached.residual}
-    train(model, STEPS, STEPS + MORE)
-    attached.detach()
-    return saved | {"weights": weights_of(model.module)}
+DEVICE = {"algorithm": OkTopk(density=0.05, wire="fp32")}
+RUNS = {
+    "bounded": {},
+    "paper": {"algorithm": PAPER, "exclude": "*bias"},
+    "unused": {"algorithm": OkTopk(density=0.05), "unused": True},
+    "distributed": {},
+    "device": DEVICE | {"exclude": "*bias"},
+    "device, schedule": DEVICE | {"density_schedule": [(4, 0.5), (4, 0.1)]},
+}
+MORE_RUNS = {
+    "clip": {"algorithm": OkTopk(density=0.05), "clip": 0.1},
+    "schedule": {"algorithm": OkTopk(density=0.01), "density_schedule": [(3, 0.25), (3, 0.1)]},
+    "distributed paper": {"algorithm": PAPER},
+    "distributed topka, dense phase": {"algorithm": TopkA(density=0.05), "dense_steps": 8},
+    **{name: {"algorithm": algorithms(0.05, **PERIODS)[name]} for name in (*COVER, "oktopk-bounded-scaled-bf16")},
+}
 
 
-def load(path: Path, algorithm: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Load and go on: the residual that was loaded, and what conservation says of the steps after it."""
-    model, attached = start(algorithm, **settings)
-    model.module.load_state_dict(torch.load(path / "net.pt", weights_only=True))
-    oktopk.load_distributed(path, attached)
-    loaded = {"residual": attached.residual, "step": attached.step}
-    train(model, STEPS, STEPS + MORE)
-    attached.detach()
-    return loaded | {"weights": weights_of(model.module), "active steps": attached.summary().steps}
+def stop_and_resume(runs, stops, folder):
+    for name, run in runs.items():
+        if name.startswith("distributed"):
+            run = {**run, "folder": folder / name}
+        with device_step() if name.startswith("device") else nullcontext() as device:
+            states, whole = {}, Session(**run)
+            for first, end in zip((0, *stops), (*stops, STEPS), strict=True):
+                states[first] = whole.saved()
+                whole.train(first, end)
+            end = whole.end()
+            for stop, session in (*((stop, None) for stop in stops), (0, whole), (stops[-1], whole)):
+                resumed = session or Session(
+                    seed=stop, **run
+                )  # the whole run goes back in place, as after a divergence
+                resumed.load(states[stop])
+                resumed.train(stop, STEPS)
+                assert same_bits(resumed.end(), end), (name, stop, session)
+        assert device is None or device.runs
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "settings"),
-    [
-        (BOUNDED, {}),
-        pytest.param(PAPER, {}, marks=pytest.mark.slow),
-        pytest.param(TopkA(density=0.05), {"dense_steps": STEPS + 1}, marks=pytest.mark.slow),
-    ],
-    ids=["bounded", "paper", "topka, dense phase"],
-)
-def test_on_as_many_ranks_the_run_goes_on_with_the_same_bits(
-    worlds: Worlds, tmp_path: Path, algorithm: Any, settings: dict[str, Any]
-) -> None:
-    saved = worlds.run(2, save, tmp_path, algorithm, settings)
-    loaded = worlds.run(2, load, tmp_path, algorithm, settings)
-    for before, after in zip(saved, loaded, strict=True):
-        assert after["step"] == STEPS
-        assert all(same_bits(after[what], before[what]) for what in ("residual", "weights"))
+SLOW = pytest.param(3, MORE_RUNS, (1, 7, 13), marks=slow, id="slow")
+LONG = pytest.param(3, RUNS, tuple(range(1, STEPS, 2)), marks=pytest.mark.long, id="long")
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(2, 3), pytest.param(4, 2, marks=pytest.mark.slow), (3, 1)],
-)
-def test_on_other_ranks_the_mean_of_what_is_pending_is_conserved(
-    worlds: Worlds, tmp_path: Path, old: int, new: int
-) -> None:
-    saved = worlds.run(old, save, tmp_path, BOUNDED, {})
-    loaded = worlds.run(new, load, tmp_path, BOUNDED, {})
-    before, after = (mean_of([each["residual"] for each in ranks]) for ranks in (saved, loaded))
-    assert before.keys() == after.keys()
-    assert all(relative_error(after[name], before[name]) <= CONSERVED for name in before)
-    assert any(bool(tensor.any()) for tensor in saved[0]["residual"].values())
-    assert all(each["step"] == STEPS and each["active steps"] == MORE for each in loaded)
+@pytest.mark.parametrize(("size", "runs", "stops"), [pytest.param(2, RUNS, STOPS, id="quick"), SLOW, LONG])
+def test_a_resumed_run_ends_with_the_same_bits(worlds, tmp_path, size, runs, stops):
+    worlds.run(size, stop_and_resume, runs, stops, tmp_path)
 
 
-def load_and_account(path: Path) -> tuple[Books, dict[str, Tensor]]:
-    """Go on with another algorithm, other buckets and exclusions: the books, and the residual that was loaded."""
-    model, attached = start(PAPER, bucket_cap_mb=25, exclude="norm.*")
-    model.module.load_state_dict(torch.load(path / "net.pt", weights_only=True))
-    oktopk.load_distributed(path, attached)
-    loaded = attached.residual
-    local, books = copy.deepcopy(model.module), Books(model.module, loaded)
-    for step in range(STEPS, STEPS + MORE):
-        for net in (local, model):
-            step_(net, step)
-        books.enter_(model.module, local)
-    attached.detach()
-    books.residual = attached.residual
-    return books, loaded
+@on_ranks(2)
+def test_a_run_whose_settings_changed_resumes_with_the_same_bits():
+    """Two changes, one after another: a new session is given the last of them."""
+    last, exclude, use = ("body.0.*", "norm.*"), Attached.exclude, Attached.algorithm.fset
+    for changes, settings in (
+        ([(exclude, "exit.*"), (exclude, ())], {}),
+        ([(use, TopkA(density=0.05)), (use, BOUNDED)], {}),
+        ([(exclude, "exit.*"), (exclude, last)], {"exclude": last}),
+    ):
+        whole = Session()
+        whole.train(0, 4)
+        for (change, value), steps in zip(changes, ((4, 6), (6, 10)), strict=True):
+            change(whole.attached, value)
+            whole.train(*steps)
+        resumed = Session(seed=1, **settings)
+        resumed.load(whole.saved())
+        for session in (whole, resumed):
+            session.train(10, STEPS)
+        assert same_bits(resumed.end(), whole.end()), changes
 
 
-def test_with_other_buckets_and_exclusions_every_residual_keeps_its_place(worlds: Worlds, tmp_path: Path) -> None:
-    saved = worlds.run(2, save, tmp_path, BOUNDED, {"bucket_cap_mb": 0.004})
-    by_rank = worlds.run(2, load_and_account, tmp_path)
-    check_balance([books for books, _ in by_rank])
-    for before, (_, loaded) in zip(saved, by_rank, strict=True):
-        assert same_bits(loaded, before["residual"])
+@on_ranks(2)
+def test_the_mode_ranking_and_density_asked_for_are_those_used_after_loading(tmp_path):
+    """A run that loads a state goes on as one that holds these residuals and changes its algorithm."""
+    asked = {OkTopk(density=0.05, ranking="scaled"): 1, OkTopk(density=0.2, ranking="magnitude"): 0}
+    for algorithm, anew in asked.items():
+        for folder in (None, tmp_path / str(anew)):
+            changed = Session(OkTopk(density=0.05, ranking="magnitude"), folder=folder)
+            changed.train(0, 8)
+            loaded = Session(algorithm, folder=folder, seed=1)
+            with redirect_stderr(io.StringIO()) as said:
+                loaded.load(changed.saved())
+            assert said.getvalue().count("starts anew") == (anew if dist.get_rank() == 0 else 0)
+            changed.attached.algorithm = algorithm
+            for session in (changed, loaded):
+                session.train(8, STEPS)
+            assert same_bits(loaded.end(), changed.end())
 
 
-def test_a_threshold_comes_back_to_the_last_bit(worlds: Worlds, tmp_path: Path) -> None:
-    for before, after in worlds.run(2, save_and_load_thresholds, tmp_path):
-        assert any(threshold != float(torch.tensor(threshold)) for threshold in before), "these need float64"
-        assert after == before
+@on_ranks(2)
+def test_a_saved_state_does_not_change_with_the_run_and_one_of_after_detach_will_do():
+    session = Session()
+    session.train(0, 8)
+    state = session.attached.state_dict()
+    before = through_a_file(state)
+    session.train(8, 10)
+    assert same_bits(state["residual"], before["residual"])
+    session.attached.detach()
+    second = attach(session.model, BOUNDED)
+    second.load_state_dict(session.attached.state_dict())
+    assert same_bits(second.residual, session.attached.residual)
+    assert second.step == 10
 
 
-def save_and_load_thresholds(path: Path) -> tuple[list[float], list[float]]:
-    """Return the thresholds that were saved, and those that were loaded; they are measured in float64 here."""
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
+    session, rank = Session(), dist.get_rank()
+    session.train(0, 7)
+    state = session.saved()["oktopk"]
+    residual = state["residual"]
+    renamed = {name if name != "exit.bias" else "another": tensor for name, tensor in residual.items()}
+    for bad, words in (
+        (state | {"version": 7}, ("version 7",)),
+        (state | {"rank": 1 - rank}, (f"rank {1 - rank}",)),
+        (state | {"size": 5}, ("size 5", "load_distributed")),
+        (state | {"algorithm": "TopkA"}, ("TopkA",)),
+        (state | {"residual": renamed}, ("missing ['exit.bias']", "unknown ['another']")),
+        (state | {"residual": residual | {"exit.bias": torch.zeros(1)}}, ("of another size ['exit.bias']",)),
+        ({}, ("version",)),
+    ):
+        check_words(error_of(session.attached.load_state_dict, bad), "StateError: ", *words)
+    assert same_bits(session.attached.residual, residual)
+    assert session.attached.step == 7
+
+
+@on_ranks(2)
+def test_ranks_that_resume_at_different_steps_are_told():
+    session = Session()
+    session.train(0, 2)
+    early = session.saved()
+    session.train(2, 3)
+    session.load(early if dist.get_rank() == 0 else session.saved())
+    check_words(error_of(session.train, 3, 4), "MismatchError", "disagree on the step")
+
+
+def half_a_run(folder, state=None):
+    """Train the first half and save it, or load that and train the second; return the mean of what was pending."""
+    session = Session(folder=folder)
+    if state is None:
+        session.train(0, 8)
+        assert any_left(session.attached.residual)
+        return session.saved(), mean_of(session.attached.residual)
+    session.load(state)
+    mean = mean_of(session.attached.residual)
+    session.train(8, STEPS)
+    assert (session.attached.step, session.attached.summary().steps) == (STEPS, STEPS - 8)
+    return None, mean
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), pytest.param(4, 2, marks=slow), (3, 1)])
+def test_on_other_ranks_the_mean_of_what_is_pending_is_conserved(worlds, tmp_path, old, new):
+    state, before = worlds.run(old, half_a_run, tmp_path)[0]
+    _, after = worlds.run(new, half_a_run, tmp_path, state)[0]
+    assert worst_error(after, before) <= 1e-6
+
+
+@on_ranks(2)
+def test_with_another_algorithm_buckets_and_exclusions_every_residual_keeps_its_place(tmp_path):
+    before = Session(bucket_cap_mb=0.004, folder=tmp_path)
+    before.train(0, 8)
+    after = Session(PAPER, exclude="norm.*", bucket_cap_mb=25, folder=tmp_path)
+    after.load(before.saved())
+    assert same_bits(after.attached.residual, before.attached.residual)
+    audit = Audit(after.model, after.attached)
+    for step in range(8, STEPS):
+        audit.step(partial(step_, step=step))
+    audit.check()
+
+
+@on_ranks(2)
+def test_a_threshold_comes_back_to_the_last_bit(tmp_path):
     model = DDP(Net().double(), bucket_cap_mb=0.01)
     attached = attach(model, PAPER)
     for step in range(3):
-        inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        model(inputs).square().mean().backward()
-    oktopk.save_distributed(path, attached)
-    before = attached.state_dict()["groups"]
-    oktopk.load_distributed(path, attached)
-    after = attached.state_dict()["groups"]
-    attached.detach()
-    return [lane["state"]["threshold"] for lane in before], [lane["state"]["threshold"] for lane in after]
+        model(batch(0, step, dtype=torch.float64)[0]).square().mean().backward()
+    save_distributed(tmp_path, attached)
+    before = [group["state"]["threshold"] for group in attached.state_dict()["groups"]]
+    load_distributed(tmp_path, attached)
+    assert [group["state"]["threshold"] for group in attached.state_dict()["groups"]] == before
+    assert any(threshold != float(torch.tensor(threshold)) for threshold in before), "these need float64"
 
 
-class Slashed(nn.Module):
-    """A net with a layer of this name, which may look like a path."""
+@on_ranks(2)
+def test_a_checkpoint_that_cannot_be_read_to_its_end_changes_nothing(tmp_path):
+    session = Session()
+    save_distributed(tmp_path, session.attached)
+    session.train(0, 7)
+    before, load = session.attached.residual, state_dict_loader.load
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleDict({name: nn.Linear(8, 32)})
+    def broken(wanted, **where):
+        if any("groups/" in key for key in wanted):
+            raise OSError("no such sector")
+        load(wanted, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x) for layer in self.layers.values()]).sum(0)
+    with patch.object(state_dict_loader, "load", broken):
+        check_words(error_of(load_distributed, tmp_path, session.attached), "OSError", "no such sector")
+    assert same_bits(session.attached.residual, before)
+    assert session.attached.step == 7
 
 
-def load_into(name: str, path: Path, saves: bool) -> tuple[Raised | None, bool]:
-    """Load a checkpoint of this model or of another one: what is raised, and whether the residual is that of before."""
-    model = DDP(Slashed(name))
+@on_ranks(2)
+def test_a_name_may_look_like_a_path_and_what_is_no_checkpoint_of_this_model_is_refused(tmp_path):
+    model = DDP(nn.Sequential(OrderedDict({"a/b": nn.Linear(8, 32)})))
     attached = attach(model, BOUNDED)
     model(torch.randn(4, 8)).square().mean().backward()
-    if saves:
-        oktopk.save_distributed(path, attached)
+    save_distributed(tmp_path / "mine", attached)
     before = attached.residual
-    if saves:
-        model(torch.randn(4, 8)).square().mean().backward()
-    raised = error_of(lambda: oktopk.load_distributed(path, attached))
-    attached.detach()
-    return raised, same_bits(attached.residual, before)
-
-
-def test_any_name_of_a_parameter_will_do(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(2, load_into, "a/b", tmp_path, True) == [(None, True)] * 2
-
-
-def test_the_checkpoint_of_another_model_and_a_folder_without_one_are_refused(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save, tmp_path, BOUNDED, {})
-    for size in (2, 1):  # as many ranks, and fewer
-        for raised, unchanged in worlds.run(size, load_into, "x", tmp_path, False):
-            assert raised is not None
-            assert raised.kind == "StateError"
-            assert "layers.x.weight" in raised.message
-            assert "body.0.weight" in raised.message
-            assert unchanged
-    for raised in worlds.run(2, load_what_is_none_of_ours, tmp_path / "other"):
-        assert raised is not None
-        assert raised.kind == "StateError"
-        assert "save_distributed" in raised.message
-
-
-def load_what_is_none_of_ours(path: Path) -> Raised | None:
-    _, attached = start(BOUNDED)
-    dist.checkpoint.save({"x": torch.ones(1)}, checkpoint_id=path)
-    raised = error_of(lambda: oktopk.load_distributed(path, attached))
-    attached.detach()
-    return raised
+    model(torch.randn(4, 8)).square().mean().backward()
+    load_distributed(tmp_path / "mine", attached)
+    assert same_bits(attached.residual, before)
+    save_distributed(tmp_path / "other", Session().attached)
+    refused = error_of(load_distributed, tmp_path / "other", attached)
+    check_words(refused, "StateError", "missing ['a/b.bias', 'a/b.weight']", "'body.0.weight'")
+    dist.checkpoint.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "none")
+    check_words(error_of(load_distributed, tmp_path / "none", attached), "StateError", "save_distributed")
+    assert same_bits(attached.residual, before)

@@ -1,116 +1,122 @@
 """The worker thread and the exchange's group live as long as the attachment, and not longer."""
 
-from __future__ import annotations
-
+import atexit
 import gc
+import multiprocessing
+import sys
 import weakref
-from typing import Any
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
-from oktopk import MemorySink, OkTopk
-from tests.ddp.harness import Net, Worlds, attach, error_of, exchange_threads, step_
+from oktopk import JsonlSink, MemorySink, OkTopk
+from tests.ddp.harness import attach, error_of, exchange_threads, on_ranks
+from tests.ddp.nets import Net, step_
+from tests.integrations.examples import run
 
-pytestmark = pytest.mark.processes
-
-
-class ClosedSink(MemorySink):
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
+SPARSE = OkTopk(density=0.1)
 
 
-def num_groups() -> int:
+def num_groups():
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def drop_both(steps: int) -> dict[str, Any]:
-    """Train, then forget model and handle."""
-    groups, sink = num_groups(), ClosedSink()
+@pytest.mark.parametrize(("steps", "keeps"), [(0, True), (3, True), (3, False)])
+@on_ranks(2)
+def test_garbage_collection_joins_the_worker_of_a_model_and_its_handle_which_nobody_need_keep(steps, keeps):
+    groups, sink = num_groups(), MemorySink()
+    sink.close = mock.Mock()
     model = DDP(Net(), bucket_cap_mb=0.01)
-    attached = attach(model, OkTopk(density=0.1), sinks=[sink])
-    for step in range(steps):
-        step_(model, step)
-    during = len(exchange_threads()), num_groups() - groups
+    attached = attach(model, SPARSE, sinks=[sink])
     watched = weakref.ref(attached)
-    del model, attached
-    gc.collect()
-    return {
-        "during": during,
-        "after": (len(exchange_threads()), num_groups() - groups),
-        "gone": watched() is None,
-        "closed": sink.closed,
-        "records": len(sink.records),
-    }
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_garbage_collection_of_model_and_handle_joins_the_worker(worlds: Worlds, steps: int) -> None:
-    for seen in worlds.run(2, drop_both, steps):
-        assert seen["during"] == (2, 1), "the exchange's thread and the sinks', and a group"
-        assert seen["gone"]
-        assert seen["after"] == (0, 0)
-        assert seen["closed"]
-        assert seen["records"] == steps
-
-
-def drop_the_handle() -> tuple[list[bool], int]:
-    """A script that does not keep what attach() returns is attached all the same."""
-    model = DDP(Net(), bucket_cap_mb=0.01)
-    attach(model, OkTopk(density=0.1), sinks=[MemorySink()])
-    zeros = []
-    for step in range(3):
+    if not keeps:
+        attached = None
+    for step in range(steps):
         gc.collect()
         step_(model, step)
-        zeros.append(bool((model.module.body[0].weight.grad == 0).any()))
-    count = len(exchange_threads())
-    del model
+        assert bool((model.module.body[0].weight.grad == 0).any()), "this gradient was to be sparse"
+    assert len(exchange_threads()) == 2, "the exchange's thread and the sinks'"
+    assert num_groups() == groups + 1
+    del model, attached
     gc.collect()
-    return zeros, count - len(exchange_threads())
+    assert watched() is None
+    assert (exchange_threads(), num_groups()) == ([], groups)
+    assert (sink.close.called, len(sink.records)) == (True, steps)
 
 
-def test_a_handle_that_nobody_keeps_still_works(worlds: Worlds) -> None:
-    for zeros, joined in worlds.run(2, drop_the_handle):
-        assert all(zeros), "these gradients were to be sparse"
-        assert joined == 2, "the exchange's thread and the sinks'"
-
-
-def drop_the_model() -> tuple[bool, bool, int]:
-    """A handle that outlives its model: not active, and its records are still there."""
+@on_ranks(2)
+def test_a_handle_without_its_model_is_not_active_and_keeps_its_records():
     model = DDP(Net())
-    attached = attach(model, OkTopk(density=0.1))
+    attached = attach(model, SPARSE)
     step_(model, 0)
-    before = attached.active
+    assert attached.active
     del model
     gc.collect()
-    after = attached.active
+    assert not attached.active
     attached.detach()
-    return before, after, attached.summary().steps
+    assert attached.summary().steps == 1
 
 
-def test_a_handle_without_its_model_is_not_active(worlds: Worlds) -> None:
-    assert worlds.run(2, drop_the_model) == [(True, False, 1)] * 2
-
-
-def attach_often_and_outlive_the_world() -> tuple[int, int, Any, int]:
+@on_ranks(2)
+def test_attaching_often_and_detaching_after_the_world_has_ended_leave_nothing_behind():
     """Scripts call destroy_process_group() and let the rest go as it goes."""
     groups, model = num_groups(), DDP(Net())
     for step in range(5):
-        attached = attach(model, OkTopk(density=0.1))
+        attached = attach(model, SPARSE)
         step_(model, step)
         attached.detach()
-    left = len(exchange_threads()), num_groups() - groups
-    attached = attach(model, OkTopk(density=0.1))
+    assert (exchange_threads(), num_groups()) == ([], groups)
+    attached = attach(model, SPARSE)
     step_(model, 5)
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return *left, error_of(attached.detach), len(exchange_threads())
+    assert error_of(attached.detach) == ""
+    assert exchange_threads() == []
 
 
-def test_attaching_often_and_detaching_after_the_world_has_ended_leave_nothing_behind(worlds: Worlds) -> None:
-    assert worlds.run(2, attach_often_and_outlive_the_world) == [(0, 0, None, 0)] * 2
+def forked(child):
+    worker = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == 0, "the child hangs" if worker.exitcode is None else "the child failed"
+
+
+def fork_in_every_way(folder):
+    """Train, fork between steps, and print the numbers of steps and records."""
+    path = Path(folder) / "records.jsonl"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+    model = DDP(torch.nn.Linear(200, 200))
+    kept = {"handle": attach(model, OkTopk(density=0.01), dense_steps=1, sinks=[JsonlSink(path)])}
+
+    def step(inputs):
+        model(inputs).square().mean().backward()
+
+    def collect():
+        nonlocal model
+        kept.clear()
+        del model
+        gc.collect()
+
+    for child in (atexit._run_exitfuncs, lambda: kept["handle"].detach(), collect, sys.exit):
+        step(torch.randn(4, 200))
+        forked(child)
+    for inputs in DataLoader(torch.randn(2, 200), num_workers=1, multiprocessing_context="fork", timeout=20):
+        step(inputs)
+    assert kept["handle"].active
+    kept["handle"].detach()
+    sys.stdout.write(f"{kept['handle'].summary().steps} {len(path.read_text().splitlines())}")
+
+
+@pytest.mark.processes
+def test_a_forked_child_leaves_threads_and_groups_to_its_parent(tmp_path):
+    source = "import sys; from tests.ddp.test_lifetime import fork_in_every_way; fork_in_every_way(sys.argv[1])"
+    script = run("-c", source, tmp_path, seconds=50)
+    assert script.returncode == 0, script.stdout
+    assert script.stdout.endswith("6 6")

@@ -1,39 +1,23 @@
 """A gradient that is not finite, anywhere, on any rank, is an error or a skipped step on all, and leaves no trace."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import Dense, OkTopk, TopkA
 from tests.cases import COVER, algorithms
-from tests.ddp.harness import (
-    Net,
-    Raised,
-    Worlds,
-    attach,
-    delivered_nothing,
-    descend_,
-    error_of,
-    grads_of,
-    same_bits,
-    step_,
-    weights_of,
-)
-
-pytestmark = pytest.mark.processes
+from tests.ddp.accounts import any_left, check_same_on_all_ranks, grads_of, same_bits, weights_of
+from tests.ddp.harness import attach, check_words, error_of, on_ranks
+from tests.ddp.nets import BRAIN, DOUBLE, HALF, SINGLE, Net, descend_, step_
 
 SPARSE, DENSE = "body.0.weight", "body.0.bias"
 DENSE_STEPS = 3
-STEPS = 8
 OKTOPK = OkTopk(density=0.05)
 
 
@@ -46,127 +30,78 @@ class Accident:
     rank: int = 1
     value: float = math.nan
     algorithm: Any = OKTOPK
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # of DDP
+    clip: float | None = None
+    options: tuple[str, ...] = ()  # of DDP
     happens: bool = True  # or the step where it would be is left out
 
-
-@dataclass(frozen=True)
-class Seen:
-    """What one rank saw of the step of the accident, and of the run."""
-
-    raised: Raised | None
-    skipped: bool
-    nothing: bool
-    undone: bool
-    nonfinite_steps: int
-    weights: dict[str, Tensor]
-    active: bool
-
-
-def train(accident: Accident, on_nonfinite: str) -> Seen:
-    model = DDP(Net(), bucket_cap_mb=0.005, **accident.options)
-    settings = {"dense_steps": DENSE_STEPS, "exclude": "*bias", "on_nonfinite": on_nonfinite, **accident.settings}
-    attached = attach(model, accident.algorithm, **settings)
-
-    def spoil(grad: Tensor) -> Tensor:
+    def spoil(self, grad):
         grad = grad.clone()
-        grad.view(-1)[-1] = accident.value
+        if dist.get_rank() == self.rank:
+            grad.view(-1)[-1] = self.value
         return grad
 
-    raised, undone, skipped, nothing = None, False, False, False
-    for step in range(STEPS):
+
+def train_through(accident, on_nonfinite):
+    """Train, check the step in which the accident happens, and return the weights at the end."""
+    model = DDP(Net(), bucket_cap_mb=0.005, **dict.fromkeys(accident.options, True))
+    settings = {"dense_steps": DENSE_STEPS, "exclude": "*bias", "on_nonfinite": on_nonfinite, "clip": accident.clip}
+    attached = attach(model, accident.algorithm, **settings)
+    for step in range(8):
         if step != accident.step:
             step_(model, step)
             descend_(model)
         elif accident.happens:
             before = attached.residual
-            if dist.get_rank() == accident.rank:
-                spoiling = model.module.get_parameter(accident.parameter).register_hook(spoil)
-            raised = error_of(lambda step=step: step_(model, step))
-            if dist.get_rank() == accident.rank:
-                spoiling.remove()
-            undone = same_bits(attached.residual, before)
-            assert attached.last is not None
-            skipped, nothing = attached.last.skipped, delivered_nothing(grads_of(model.module))
-    active = attached.active
-    attached.detach()
-    return Seen(raised, skipped, nothing, undone, attached.summary().nonfinite, weights_of(model.module), active)
-
-
-ACCIDENTS = {
-    "sparse parameter": Accident(),
-    "dense parameter": Accident(DENSE),
-    "inf": Accident(value=math.inf),
-    "minus inf in a dense parameter on rank 0": Accident(DENSE, rank=0, value=-math.inf),
-    "first sparse step": Accident(step=DENSE_STEPS),
-    "dense phase": Accident(step=1),
-    "dense phase, dense parameter, inf": Accident(DENSE, step=2, rank=0, value=math.inf),
-    "very first step": Accident(step=0),
-    **{
-        f"{option} {step}": Accident(step=step, options={option: True})
-        for option, step in (
-            ("find_unused_parameters", 0),
-            ("find_unused_parameters", 5),
-            ("static_graph", 0),
-            ("static_graph", 1),
-            ("static_graph", 5),
-            ("gradient_as_bucket_view", 1),
-            ("gradient_as_bucket_view", 5),
-        )
-    },
-    "clip": Accident(settings={"clip": 0.01}),
-}
-
-
-@pytest.mark.parametrize(
-    ("size", "accidents"),
-    [(2, ACCIDENTS), (3, {name: Accident(rank=2, algorithm=algorithms(0.05)[name]) for name in COVER})],
-    ids=["accidents", "algorithms"],
-)
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-def test_a_step_that_is_not_finite_leaves_no_trace(
-    worlds: Worlds, size: int, accidents: dict[str, Accident], on_nonfinite: str
-) -> None:
-    cases = {name: (accident, on_nonfinite) for name, accident in accidents.items()}
-    for name, by_rank in worlds.run_all(size, train, cases).items():
-        for seen in by_rank:
-            assert (seen.undone, seen.active, seen.skipped, seen.nonfinite_steps) == (True, True, True, 1), name
+            spoiling = model.module.get_parameter(accident.parameter).register_hook(accident.spoil)
+            raised = error_of(step_, model, step)
+            spoiling.remove()
             if on_nonfinite == "skip":
-                assert seen.raised is None, name
-                assert seen.nothing, name
+                assert raised == "", accident
+                assert not any_left(grads_of(model.module)), accident
             else:
-                assert seen.raised is not None, name
-                assert "NonFiniteError" in seen.raised.message
-                assert f"rank {accidents[name].rank}" in seen.raised.message
-                assert repr(accidents[name].parameter) in seen.raised.message
-            assert all(bool(weights.isfinite().all()) for weights in seen.weights.values())
-            assert same_bits(seen.weights, by_rank[0].weights)
+                assert raised.startswith("NonFiniteError: ")  # not a RuntimeError that quotes it
+                check_words(raised, f"rank {accident.rank}", repr(accident.parameter))
+            assert same_bits(attached.residual, before), accident
+            assert attached.last.skipped, accident
+    assert attached.active, accident
+    attached.detach()
+    assert attached.summary().nonfinite == accident.happens, accident
+    weights = weights_of(model.module)
+    assert all(bool(weight.isfinite().all()) for weight in weights.values()), accident
+    check_same_on_all_ranks(weights)
+    return weights
 
 
-def test_a_run_with_a_skipped_step_ends_as_one_without_that_step(worlds: Worlds) -> None:
+ACCIDENTS = [
+    Accident(DENSE),
+    Accident(value=math.inf),
+    Accident(DENSE, rank=0, value=-math.inf),
+    Accident(DENSE, step=2, rank=0, value=math.inf),
+    *(Accident(step=step) for step in (0, 1, DENSE_STEPS, 5)),
+    *(Accident(step=step, options=("find_unused_parameters",)) for step in (0, 5)),
+    *(Accident(step=step, options=("static_graph",)) for step in (0, 1, 5)),
+    *(Accident(step=step, options=("gradient_as_bucket_view",)) for step in (1, 5)),
+    Accident(clip=0.01),
+]
+OF_ALGORITHMS = [Accident(rank=2, algorithm=algorithms(0.05)[name]) for name in COVER]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@on_ranks(2, 3)
+def test_a_step_that_is_not_finite_leaves_no_trace(on_nonfinite):
+    for accident in ACCIDENTS if dist.get_world_size() == 2 else OF_ALGORITHMS:
+        train_through(accident, on_nonfinite)
+
+
+@on_ranks(2)
+def test_a_run_with_a_skipped_step_ends_as_one_without_that_step():
     """TopkA has no state of its own, so that nothing at all may differ."""
-    algorithm = TopkA(density=0.05)
-    cases = {
-        name: (Accident(algorithm=algorithm, happens=name == "skipped"), "skip") for name in ("skipped", "without")
-    }
-    for seen, expected in zip(*worlds.run_all(2, train, cases).values(), strict=True):
-        assert same_bits(seen.weights, expected.weights)
+    runs = (Accident(algorithm=TopkA(density=0.05), happens=happens) for happens in (True, False))
+    assert same_bits(*(train_through(run, "skip") for run in runs))
 
 
-@dataclass(frozen=True)
-class Overflow:
-    """What came of one step: what was raised or delivered, and what is held back."""
-
-    raised: Raised | None
-    skipped: bool
-    grad: Tensor
-    residual: Tensor
-    undone: bool
-
-
-def reduce_(dtype: torch.dtype, values: list[float], pending: float = 0.0, **settings: Any) -> Overflow:
-    """Make one step of a net of one row whose gradients are these values on every rank."""
+def reduced(dtype, values, pending=0.0, **settings):
+    """Make one step of a net of one row whose gradients are these values on every rank; return what came of it."""
     model = DDP(torch.nn.Linear(len(values), 1, bias=False).to(dtype))
     attached = attach(model, settings.pop("algorithm", OKTOPK), **settings)
     if pending:
@@ -174,49 +109,41 @@ def reduce_(dtype: torch.dtype, values: list[float], pending: float = 0.0, **set
         attached.load_state_dict({**attached.state_dict(), "residual": held})
     before = attached.residual
     raised = error_of(model(torch.tensor([values], dtype=dtype)).sum().backward)
-    assert attached.last is not None
-    grad = model.module.weight.grad
-    grad = torch.zeros(len(values)) if grad is None else grad.view(-1).clone()
-    undone, residual = same_bits(attached.residual, before), attached.residual["weight"]
+    after, grad = attached.residual, grads_of(model.module).get("weight", torch.zeros(len(values)))
     attached.detach()
-    return Overflow(raised, attached.last.skipped, grad, residual, undone)
+    skipped, undone = attached.last.skipped, same_bits(after, before)
+    return SimpleNamespace(raised=raised, skipped=skipped, grad=grad, residual=after["weight"], undone=undone)
 
 
-def test_sums_that_overflow_are_refused_too(worlds: Worlds) -> None:
-    """Every rank's gradient is finite, their sum is not, where a parameter travels dense beside sparse ones.
-
-    The dense phase divides before it sums, as DDP does, and has nothing to refuse.
-    """
+@on_ranks(2)
+def test_sums_that_overflow_are_refused_too():
+    """Of finite gradients, where one travels dense beside sparse ones. The dense phase divides before it sums."""
     huge = [3e38] * 16
-    for seen in worlds.run(2, partial(reduce_, torch.float32, huge, dense_steps=1, exclude="weight")):
+    for dense_steps in (1, 0):
+        seen = reduced(SINGLE, huge, dense_steps=dense_steps, exclude="weight")
         assert seen.undone
-        assert seen.raised is None
-    for seen in worlds.run(2, partial(reduce_, torch.float32, huge, exclude="weight")):
-        assert seen.undone
-        assert seen.raised is not None
-        assert "NonFiniteError" in seen.raised.message
-    for seen in worlds.run(2, partial(reduce_, torch.float32, huge, algorithm=OkTopk(density=1.0))):
-        assert seen.undone if seen.raised else seen.grad.isfinite().all()
+        assert ("NonFiniteError" in seen.raised) == bool(seen.raised) == (dense_steps == 0)
+    seen = reduced(SINGLE, huge, algorithm=OkTopk(density=1.0))
+    assert seen.undone if seen.raised else bool(seen.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_mean_of_the_largest_numbers_is_finite_or_refused(worlds: Worlds, size: int) -> None:
+@on_ranks(2, 3)
+def test_a_mean_of_the_largest_numbers_is_finite_or_refused():
     """A third of float64's largest number, or float16's, is rounded up, and three of them are infinite."""
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        overflows = size == 3 and dtype in (torch.float64, torch.float16)
+    for dtype in (DOUBLE, SINGLE, BRAIN, HALF):
+        overflows = dist.get_world_size() == 3 and dtype in (DOUBLE, HALF)
         values = [1.0, *[torch.finfo(dtype).max] * 7]
         for on_nonfinite in ("raise", "skip"):
-            for seen in worlds.run(size, partial(reduce_, dtype, values, dense_steps=1, on_nonfinite=on_nonfinite)):
-                assert seen.undone
-                assert seen.skipped == overflows
-                assert (seen.raised is not None) == (overflows and on_nonfinite == "raise")
-                assert seen.raised is None or "NonFiniteError" in seen.raised.message
-                assert overflows or bool(seen.grad.isfinite().all())
+            seen = reduced(dtype, values, dense_steps=1, on_nonfinite=on_nonfinite)
+            assert seen.undone
+            assert seen.skipped == overflows
+            assert ("NonFiniteError" in seen.raised) == bool(seen.raised) == (overflows and on_nonfinite == "raise")
+            assert overflows or bool(seen.grad.isfinite().all())
 
 
-def test_what_a_narrow_gradient_cannot_hold_of_a_dense_sum_stays_for_later(worlds: Worlds) -> None:
+@on_ranks(2)
+def test_what_a_narrow_gradient_cannot_hold_of_a_dense_sum_stays_for_later():
     """Twice float16's largest number, half of it pending, under `Dense` as the algorithm of a sparse step."""
     largest = [65504.0] * 4
-    for seen in worlds.run(2, partial(reduce_, torch.float16, largest, pending=65504.0, algorithm=Dense())):
-        assert seen.grad.tolist() == largest
-        assert seen.residual.tolist() == largest
+    seen = reduced(HALF, largest, pending=65504.0, algorithm=Dense())
+    assert seen.grad.tolist() == seen.residual.tolist() == largest

@@ -1,44 +1,33 @@
 """The trainer on a GPU: a resumed run draws there what it would have drawn without the stop."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from oktopk.train import loop
-from oktopk.train.data.folder import TRAIN_MANIFEST, VAL_MANIFEST
-from oktopk.train.data.loader import Batch
-from oktopk.train.data.manifest import write_manifest
+from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
 from tests.train.data.corpus import tone, utterance
-from tests.train.runs import last, set_deadline, succeed
+from tests.train.runs import last, succeed
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here"),
-    pytest.mark.timeout(280),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    """A run of five steps on eight tones."""
-    set_deadline(260)
+def settings(tmp_path):
     for manifest in (TRAIN_MANIFEST, VAL_MANIFEST):
         pairs = [utterance(tmp_path, f"{manifest[:-4]}-{i}", tone(1.0 + i / 10)) for i in range(10)]
         write_manifest(tmp_path / manifest, pairs)
     return {"dataset": "an4", "data_dir": str(tmp_path), "batch_size": 2, "dense_steps": 2, "device": "cuda"}
 
 
-def note_draws(rank: int, path: Path) -> None:
+def note_draws(rank, path):
     """Draw on the GPU in every step, and write it down."""
     del rank
     forward_backward = loop.Trainer._forward_backward
 
-    def noted(self: loop.Trainer, work: list[Batch]) -> float:
+    def noted(self, work):
         with path.open("a") as file:
             file.write(json.dumps(torch.rand(3, device=self.device).tolist()) + "\n")
         return forward_backward(self, work)
@@ -46,7 +35,8 @@ def note_draws(rank: int, path: Path) -> None:
     loop.Trainer._forward_backward = noted  # type: ignore[method-assign]
 
 
-def test_what_the_gpu_draws_after_a_resume_is_what_it_would_have(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.timeout(280)
+def test_what_the_gpu_draws_after_a_resume_is_what_it_would_have(tmp_path, settings):
     whole, parts, folder = tmp_path / "whole.txt", tmp_path / "parts.txt", tmp_path / "parts"
     succeed(tmp_path / "whole", **settings, max_steps=5, prepare=partial(note_draws, path=whole))
     note = partial(note_draws, path=parts)

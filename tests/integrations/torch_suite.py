@@ -3,19 +3,13 @@
     BACKEND=gloo WORLD_SIZE=2 python -m tests.integrations.torch_suite Registered.test_...
 
 They are unittest classes that spawn their ranks by running this file again; so what is patched here is patched there.
-
-    Registered            a test that registers a hook gets ours in its place
-    RegisteredOnCpu       the same for a test that asks for GPUs, but only to put its tensors there: they stay here
-    Constructed           a test that makes DDP models without a hook gets ours attached to each of them
-    ConstructedOnCpu      the same for a test that asks for GPUs
 """
 
-from __future__ import annotations
-
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -29,36 +23,34 @@ from torch.testing._internal.distributed.distributed_test import DDPUnevenTestIn
 
 import oktopk
 from oktopk.ddp.hook import _hook
-from tests.integrations.torch_tests import TESTS
+from tests.integrations.test_torch_comm_hooks import TESTS
 
-MADE: list[tuple[DistributedDataParallel, oktopk.Attached]] = []
-"""The models are kept, so that they can be asked at the end whether gradients went through oktopk."""
-
+MADE = []  # models and their handles, to be asked at the end whether gradients went through oktopk
 really_register = DistributedDataParallel.register_comm_hook
 really_init = DistributedDataParallel.__init__
 
 
-def attach(model: DistributedDataParallel) -> None:
+def attach(model):
     MADE.append((model, oktopk.attach(model, oktopk.OkTopk(density=1.0), dense_steps=0, exclude=(), timeout=60)))
 
 
-def register(self: DistributedDataParallel, state: object, hook: Any) -> None:
+def register(self, state, hook):
     if hook is _hook:
         really_register(self, state, hook)
     else:
         attach(self)
 
 
-def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+def init(self, *args, **kwargs):
     really_init(self, *args, **kwargs)
     attach(self)
 
 
-def init_on_cpu(self: DistributedDataParallel, module: nn.Module, device_ids: object = None, **kwargs: Any) -> None:
+def init_on_cpu(self, module, device_ids=None, **kwargs):
     really_init(self, module, **kwargs)
 
 
-def init_on_cpu_and_attach(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+def init_on_cpu_and_attach(self, *args, **kwargs):
     init_on_cpu(self, *args, **kwargs)
     attach(self)
 
@@ -66,7 +58,7 @@ def init_on_cpu_and_attach(self: DistributedDataParallel, *args: Any, **kwargs: 
 class StayOnCpu(TorchFunctionMode):
     """Makes moves to a GPU no moves, and tensors that are asked for on a GPU, by its number, CPU tensors."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
@@ -76,21 +68,18 @@ class StayOnCpu(TorchFunctionMode):
 
 
 @contextmanager
-def staying_on_cpu(size: int) -> Iterator[None]:
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    def itself(module: nn.Module, *_: Any) -> nn.Module:
+def staying_on_cpu(size):
+    def itself(module, *_):
         return module
 
-    with ExitStack() as stack:
-        for name in ("set_device", "synchronize", "manual_seed"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, nothing))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
-        stack.enter_context(mock.patch.multiple(nn.Module, to=itself, cuda=itself))
-        gpus = {rank: [rank] for rank in range(size)}
-        stack.enter_context(mock.patch.object(distributed_test, "init_multigpu_helper", return_value=gpus))
-        stack.enter_context(StayOnCpu())
+    gpus = {rank: [rank] for rank in range(size)}
+    with (
+        mock.patch.multiple(torch.cuda, **{name: mock.Mock() for name in ("set_device", "synchronize", "manual_seed")}),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.multiple(nn.Module, to=itself, cuda=itself),
+        mock.patch.object(distributed_test, "init_multigpu_helper", return_value=gpus),
+        StayOnCpu(),
+    ):
         yield
 
 
@@ -99,11 +88,11 @@ class Suite(TestDistBackend, DistributedTest._DistTestBase):
 
     patches: ClassVar[dict[str, Callable[..., None]]] = {}
 
-    def setUp(self) -> None:
+    def setUp(self):
         super().setUp()
         self._spawn_processes()
 
-    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+    def run_test(self, test_name, parent_pipe):
         torch.set_num_threads(1)
         with mock.patch.multiple(DistributedDataParallel, **self.patches):
             super().run_test(test_name, parent_pipe)
@@ -116,43 +105,35 @@ class Suite(TestDistBackend, DistributedTest._DistTestBase):
 
 
 class OnCpu(Suite):
-    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+    def run_test(self, test_name, parent_pipe):
         with staying_on_cpu(int(self.world_size)):
             super().run_test(test_name, parent_pipe)
 
 
-def without_its_gpu_check(name: str) -> Callable[..., None]:
-    """Return a shipped test as it was before its decorators, which skip it where there are too few GPUs."""
-    test = getattr(DistributedTest._DistTestBase, name)
-    while hasattr(test, "__wrapped__"):
-        test = test.__wrapped__
-    return test
-
-
 class Registered(Suite):
+    """A test that registers a hook gets ours in its place."""
+
     patches: ClassVar = {"register_comm_hook": register}
 
 
 class RegisteredOnCpu(OnCpu):
+    """The same for a test that asks for GPUs, but only to put its tensors there: they stay here."""
+
     patches: ClassVar = {"register_comm_hook": register, "__init__": init_on_cpu}
 
-    def test_ddp_uneven_inputs(self) -> None:
+    def test_ddp_uneven_inputs(self):
         """Only the part that registers a hook; the rest is about large nets without one, and slow on a CPU."""
         iterations = {rank: 2 * (rank + 1) for rank in range(dist.get_world_size())}
+        hook, inputs = distributed_test.default.allreduce_hook, torch.ones(1, 1000)
         for early in (False, True):
-            case = DDPUnevenTestInput(
-                name="small_model_allreduce_hook",
-                model=nn.Linear(1000, 1000, bias=False),
-                inp=torch.ones(1, 1000),
-                sync_interval=1,
-                throw_on_early_termination=early,
-                hook=distributed_test.default.allreduce_hook,
-                state=None,
-            )
+            model = nn.Linear(1000, 1000, bias=False)
+            case = DDPUnevenTestInput("small_model", model, inputs, 1, early, hook=hook, state=None)
             self._run_uneven_inputs_test(case, iterations, find_unused_params=False)
 
 
 class Constructed(Suite):
+    """A test that makes DDP models without a hook gets ours attached to each of them."""
+
     patches: ClassVar = {"__init__": init}
 
 
@@ -163,7 +144,8 @@ class ConstructedOnCpu(OnCpu):
 for group in (RegisteredOnCpu, ConstructedOnCpu):
     for name in TESTS[group.__name__]:
         if name not in vars(group):
-            setattr(group, name, without_its_gpu_check(name))
+            # Without its decorators, which skip it where there are too few GPUs.
+            setattr(group, name, inspect.unwrap(getattr(DistributedTest._DistTestBase, name)))
 
 
 if __name__ == "__main__":

@@ -2,29 +2,26 @@
 
     NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=folder python -m tests.kernels.fuzz SEED ROUNDS
 
-In a process of its own, since numba reads its settings once: with these an access outside an array is an IndexError,
-which nothing here allows. `MalformedError` is the only one that is. What a kernel writes to lies between canaries, for
-the stores that numba does not check, and begins anywhere in memory.
+With these settings, which numba reads once, an access outside an array is an IndexError. Only `MalformedError` is
+allowed. The arrays that a kernel writes lie between canaries, for the stores that numba does not check.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numba.core import config
-from torch import Tensor
 
 from oktopk import MalformedError, Sparse
 from oktopk.codec import HEADER_WORDS, Codec
 from oktopk.codec.indices import WIDTHS
 from oktopk.codec.values import WIRES
-from oktopk.kernels import WORTH_COMPILING, numba_cpu, reference
+from oktopk.kernels import REFERENCE, WORTH_COMPILING
+from oktopk.kernels.numba_cpu import NumbaKernels
 
 LENGTHS = (0, 1, 7, 127, 128, 129, 1000, 4096, 4097, WORTH_COMPILING - 1, WORTH_COMPILING + 3, 70_000)
+NUMBA = NumbaKernels()
 MARGIN = 64
 CANARY = 0x5A
 
@@ -32,18 +29,15 @@ CANARY = 0x5A
 class Fuzz:
     """Random data from a seed, and what must hold of all of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
         self.refused = self.done = 0
 
-    def length(self) -> int:
-        return int(self.rng.choice(LENGTHS) if self.rng.random() < 0.7 else self.rng.integers(0, 70_000))
-
-    def any_bits(self, numel: int, dtype: type) -> Tensor:
+    def any_bits(self, numel, dtype):
         """Return numbers of all kinds: NaN of either sign, infinite, denormal."""
         return torch.tensor(np.frombuffer(self.rng.bytes(numel * np.dtype(dtype).itemsize), dtype))
 
-    def numbers(self, numel: int, dtype: type) -> Tensor:
+    def numbers(self, numel, dtype):
         """Return any bits; or what is common, with a few awkward ones or none."""
         kind = self.rng.integers(3)
         if kind == 0:
@@ -54,7 +48,7 @@ class Fuzz:
             made[some] = self.rng.choice([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-40, 3e38], size=len(some))
         return torch.from_numpy(made)
 
-    def indices(self, count: int, numel: int) -> Tensor:
+    def indices(self, count, numel):
         """Return indices below `numel`; or as many that are out of order, out of range, or anything."""
         kind = self.rng.integers(6)
         if kind == 0:
@@ -65,7 +59,7 @@ class Fuzz:
             index[at] = [(-1, numel), (index[at[1]], index[at[0]]), (numel + 10**6, -(10**6))][kind - 1]
         return torch.from_numpy(index)
 
-    def bounds(self, numel: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def bounds(self, numel):
         """Return bounds of segments, a floor of any bits for each; now and then such as cannot be."""
         inner = self.rng.integers(0, numel + 1, size=self.rng.integers(0, 9))
         bounds = np.array([0, *np.sort(inner), numel])
@@ -73,19 +67,16 @@ class Fuzz:
             bounds[self.rng.integers(len(bounds))] = self.rng.choice([-1, numel + 1, numel + 10**6, -(10**9)])
         return bounds, self.numbers(len(bounds) - 1, np.float64).numpy()
 
-    def between_canaries(self, numel: int, dtype: type) -> tuple[Tensor, Callable[[], None]]:
-        """Return room for so many numbers, beginning anywhere, and how to know that all around it is as it was."""
+    @contextmanager
+    def between_canaries(self, numel, dtype):
+        """Give room for `numel` numbers, beginning anywhere; all around it has to stay as it was."""
         whole = np.full((numel + 2 * MARGIN) * np.dtype(dtype).itemsize, CANARY, np.uint8).view(dtype)
         first = int(self.rng.integers(1, MARGIN))
-        before, after = whole[:first].tobytes(), whole[first + numel :].tobytes()
+        yield torch.from_numpy(whole)[first : first + numel]
+        assert bool((whole[:first].view(np.uint8) == CANARY).all()), "something was written before the array"
+        assert bool((whole[first + numel :].view(np.uint8) == CANARY).all()), "something was written behind the array"
 
-        def check() -> None:
-            assert whole[:first].tobytes() == before, "something was written before the array"
-            assert whole[first + numel :].tobytes() == after, "something was written behind the array"
-
-        return torch.from_numpy(whole)[first : first + numel], check
-
-    def attempt(self, work: Callable[..., Any], *args: Any) -> Any:
+    def attempt(self, work, *args):
         """Return what it returns; None if it says that its data cannot be."""
         self.done += 1
         try:
@@ -94,52 +85,42 @@ class Fuzz:
             self.refused += 1
             return None
 
-    def round(self) -> None:
-        """Call everything once, with other data."""
-        dtype, numel = (np.float32, np.float64)[self.rng.integers(2)], self.length()
-        self.over_all(numel, dtype)
-        self.over_pairs(numel, dtype)
-        self.over_packed(numel)
-        self.over_blocks()
-
-    def over_all(self, numel: int, dtype: type) -> None:
+    def over_all(self, numel, dtype):
         grad, held, bounds = self.numbers(numel, dtype), self.numbers(numel, dtype), self.bounds(numel)
-        for work, *more in ((numba_cpu.accumulate,), (numba_cpu.accumulate_above, *bounds)):
-            out, check = self.between_canaries(numel, dtype)
-            self.attempt(work, grad, held, out, *more)
-            check()
-        self.attempt(numba_cpu.accumulate, grad[: numel // 2], held, torch.empty_like(held))
-        self.attempt(numba_cpu.at_least, held, *bounds)
-        numba_cpu.mean_squares(held, held, bounds[0])
+        for work, *more in ((NUMBA.accumulate,), (NUMBA.accumulate_above, *bounds)):
+            with self.between_canaries(numel, dtype) as out:
+                self.attempt(work, grad, held, out, *more)
+        self.attempt(NUMBA.accumulate, grad[: numel // 2], held, torch.empty_like(held))
+        self.attempt(NUMBA.at_least, held, *bounds)
+        NUMBA.mean_squares(held, held, bounds[0])
         for k in (0, 1, max(numel // 50, 1), numel, numel + 1, -3):
-            found = self.attempt(numba_cpu.kth_largest, held.abs(), k)
-            assert found is None or found == reference.kth_largest(held.abs(), k)
-            self.attempt(numba_cpu.kth_largest, held, k)
+            found = self.attempt(NUMBA.kth_largest, held.abs(), k)
+            assert found is None or found == REFERENCE.kth_largest(held.abs(), k)
+            self.attempt(NUMBA.kth_largest, held, k)
 
-    def over_pairs(self, numel: int, dtype: type) -> None:
+    def over_pairs(self, numel, dtype):
         many = [self.indices(int(self.rng.integers(numel + 1)), numel) for _ in range(self.rng.integers(1, 5))]
         value = [self.numbers(len(index), dtype) for index in many]
-        merged = self.attempt(numba_cpu.merge, many, value)
+        merged = self.attempt(NUMBA.merge, many, value)
         assert len(merged[0]) == len(merged[1]) <= sum(map(len, many))
-        assert len(numba_cpu.shared(many[0], many[-1])) <= len(many[-1])
-        self.attempt(numba_cpu.merge, many, [value[0][:-1], *value[1:]])
+        assert len(NUMBA.shared(many[0], many[-1])) <= len(many[-1])
+        self.attempt(NUMBA.merge, many, [value[0][:-1], *value[1:]])
         for index, what in ((many[0], value[0]), (many[0], value[0][:-1])):
-            out, check = self.between_canaries(numel, dtype)
-            self.attempt(numba_cpu.spread, index, what, out)
-            check()
+            with self.between_canaries(numel, dtype) as out:
+                self.attempt(NUMBA.spread, index, what, out)
 
-    def over_packed(self, numel: int) -> None:
+    def over_packed(self, numel):
         width = int(self.rng.choice(WIDTHS))
         index = self.indices(int(self.rng.integers(numel + 1)), numel)
         if not len(index) or int(index[-1]) < 1 << 31:  # for longer vectors nothing is packed
-            packed = self.attempt(numba_cpu.pack, index, width)
-            assert packed is None or torch.equal(numba_cpu.unpack(*packed, width), index)
+            packed = self.attempt(NUMBA.pack, index, width)
+            assert packed is None or torch.equal(NUMBA.unpack(*packed, width), index)
         some, fits = self.any_bits(numel, np.uint8), numel * 8 // width
         for slots in (-1, 0, fits, fits + 1, int(self.rng.integers(fits + 1)), 2**31 - 1, -(2**31)):
-            found = self.attempt(numba_cpu.unpack, some, slots, width)
-            assert found is None or torch.equal(found, reference.unpack(some, slots, width))
+            found = self.attempt(NUMBA.unpack, some, slots, width)
+            assert found is None or torch.equal(found, REFERENCE.unpack(some, slots, width))
 
-    def over_blocks(self) -> None:
+    def over_blocks(self):
         numel = int(self.rng.choice([1, 300, 70_000, 10_000_000, 2**31 - 1, 2**31, 2**40]))
         codec = Codec(numel, str(self.rng.choice(list(WIRES))))
         capacity = int(self.rng.integers(0, min(numel, 20_000) + 1))
@@ -153,14 +134,11 @@ class Fuzz:
             self.spoil(block, [int(block[0]) - 1, int(block[1]) + 1])
         short = block[: len(block) - int(self.rng.integers(0, 3))]
         for each, room in ((block, capacity), (short, capacity), (block, None), (block, capacity + 1)):
-            decoded = self.attempt(codec.decode, each, torch.float32, room)
-            if decoded is not None:
-                part, note = decoded
-                assert part.nnz <= capacity
-                assert 0 <= note < 2**62
-                assert bool(part.value.isfinite().all())
+            part, note = self.attempt(codec.decode, each, torch.float32, room) or (None, 0)
+            assert part is None or (part.nnz <= capacity and bool(part.value.isfinite().all()))
+            assert 0 <= note < 2**62
 
-    def spoil(self, block: Tensor, likely: Sequence[int]) -> None:
+    def spoil(self, block, likely):
         """Make some words of the header, or one behind it, something else."""
         for word in self.rng.integers(HEADER_WORDS, size=self.rng.integers(0, 4)):
             block[word] = int(self.rng.choice([*likely, -1, 2**31 - 1, -(2**31)]))
@@ -168,13 +146,18 @@ class Fuzz:
             block[self.rng.integers(len(block))] = int(self.rng.integers(-(2**31), 2**31))
 
 
-def main(seed: int, rounds: int) -> None:
-    """Do so many rounds, and say what was done."""
+def main(seed, rounds):
+    """Call everything once a round, with other data; print how often."""
     assert config.BOUNDSCHECK == 1, "set NUMBA_BOUNDSCHECK=1, and NUMBA_CACHE_DIR to a folder of its own"
     fuzz = Fuzz(seed)
     with np.errstate(all="ignore"):
         for _ in range(rounds):
-            fuzz.round()
+            dtype = (np.float32, np.float64)[fuzz.rng.integers(2)]
+            numel = int(fuzz.rng.choice([*LENGTHS, fuzz.rng.integers(0, 70_000)]))
+            fuzz.over_all(numel, dtype)
+            fuzz.over_pairs(numel, dtype)
+            fuzz.over_packed(numel)
+            fuzz.over_blocks()
     assert 0 < fuzz.refused < fuzz.done
     print(f"{fuzz.done} calls, {fuzz.refused} refused")
 

@@ -1,12 +1,10 @@
 """The page in a real browser, offline: no complaint, no request, what is clicked is shown, nothing is cut."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from oktopk.report.page import make_page
 from oktopk.report.report import make_report
 from oktopk.telemetry.run import Run, load_run
-from tests.report.synthetic import SIDE, Record, make_run
+from tests.report.synthetic import SIDE, Record, make_event, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,16 +56,13 @@ class Opened:
     complaints: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def plot(self, chart: str) -> list[dict[str, Any]]:
-        """Return what a chart shows: by trace its name, whether it is visible, and its points."""
+    def plot(self, chart: str) -> dict[str, dict[str, Any]]:
+        """Return the traces of a chart by name: whether each is visible, and its points."""
         self.page.locator(f'[data-chart="{chart}"]').scroll_into_view_if_needed()
         self.until(f"{_DATA.format(chart)} !== undefined")
         self.page.wait_for_timeout(150)
-        found: list[dict[str, Any]] = self.page.evaluate(
-            f"{_DATA.format(chart)}.map(t => ({{name: t.name, visible: t.visible, "
-            "x: Array.from(t.x), y: Array.from(t.y)}))"
-        )
-        return found
+        trace = "[t.name, {visible: t.visible, x: Array.from(t.x), y: Array.from(t.y)}]"
+        return dict(self.page.evaluate(f"{_DATA.format(chart)}.map(t => {trace})"))
 
     def until(self, condition: str) -> None:
         """Wait until it holds; playwright's own way evaluates texts, which the page forbids."""
@@ -95,41 +90,24 @@ def opened(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pages")
-    (folder / "one.html").write_text(make_page(make_report([Run.of(FIRST, "one")])))
-    both = make_report([Run.of(FIRST, EVIL), Run.of(SECOND, "a-run-with-a-long-name-" * 4)])
-    (folder / "both.html").write_text(make_page(both))
-    damaged = [*FIRST[:9], {"kind": "event", "event": "failed", "step": 7, "message": EVIL * 9}]
-    (folder / "damaged.html").write_text(make_page(make_report([Run.of(damaged, "damaged")])))
-    (folder / "empty.html").write_text(make_page(make_report([Run.of([], "empty")])))
+    folder, one = tmp_path_factory.mktemp("pages"), Run(FIRST, "one")
+    both = [Run(FIRST, EVIL), Run(SECOND, "a-run-with-a-long-name-" * 4)]
+    damaged = Run([*FIRST[:9], make_event("failed", 7, EVIL * 9)], "damaged")
+    for name, runs in {"one": [one], "both": both, "damaged": [damaged], "empty": [Run([], "empty")]}.items():
+        (folder / f"{name}.html").write_text(make_page(make_report(runs)))
     return folder
 
 
-def draw_all(seen: Opened) -> None:
-    seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    seen.until(
-        "Array.from(document.querySelectorAll('article:not([hidden]) .plot, #comparison-section .plot'))"
-        ".every(plot => plot.data !== undefined)"
-    )
-    seen.page.wait_for_timeout(500)
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "scheme"),
-    [
-        ("one", 400, "light"),
-        ("both", 1280, "dark"),
-        ("damaged", 400, "dark"),
-        ("empty", 1280, "light"),
-        pytest.param("one", 1280, "dark", marks=pytest.mark.long),
-        pytest.param("both", 400, "light", marks=pytest.mark.long),
-    ],
-)
-def test_it_opens_without_a_complaint_or_a_request_and_nothing_is_cut(
-    browser: Any, pages: Path, name: str, width: int, scheme: str
-) -> None:
+@pytest.mark.parametrize(("name", "width", "scheme"), [
+    ("one", 400, "light"), ("both", 1280, "dark"), ("damaged", 400, "dark"), ("empty", 1280, "light"),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("one", 1280, "dark"), ("both", 400, "light"))),
+])  # fmt: skip
+def test_it_opens_offline_and_nothing_is_cut(browser: Any, pages: Path, name: str, width: int, scheme: str) -> None:
     seen = opened(browser, pages / f"{name}.html", width, scheme)
-    draw_all(seen)
+    seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    shown = "article:not([hidden]) .plot, #comparison-section .plot"
+    seen.until(f"Array.from(document.querySelectorAll('{shown}')).every(plot => plot.data !== undefined)")
+    seen.page.wait_for_timeout(500)
     assert seen.complaints == []
     assert seen.requests == [(pages / f"{name}.html").as_uri()]
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -163,29 +141,22 @@ def steps_of(records: list[Record]) -> list[Record]:
     return [record for record in records if record["kind"] == "step"]
 
 
-def test_plots_have_the_data(browser: Any, pages: Path) -> None:
-    seen = opened(browser, pages / "one.html")
-    loss = {trace["name"]: trace for trace in seen.plot("loss-0")}
-    steps = [step for step in steps_of(FIRST) if step["loss"] is not None]
-    shown = loss["training, each step"]
-    known = [(x, y) for x, y in zip(shown["x"], shown["y"], strict=True) if y is not None and y == y]
-    assert [x for x, _ in known] == [step["step"] for step in steps]
-    assert [y for _, y in known] == pytest.approx([step["loss"] for step in steps], rel=1e-6)
-    sent = {trace["name"]: trace["y"] for trace in seen.plot("bytes-0")}
-    assert sent["side dense"] == pytest.approx(
-        [step["sent_by_phase"]["dense_tail"] for step in steps_of(FIRST)], rel=1e-6
-    )
+def near(values: Iterable[float]) -> Any:
+    return pytest.approx(list(values), rel=1e-6)
 
 
-def test_the_rank_is_chosen(browser: Any, pages: Path) -> None:
-    seen = opened(browser, pages / "one.html")
+def test_plots_have_the_data_of_the_rank_that_is_chosen(browser: Any, pages: Path) -> None:
+    seen, steps = opened(browser, pages / "one.html"), steps_of(FIRST)
+    shown = seen.plot("loss-0")["training, each step"]
+    points = [(x, y) for x, y in zip(shown["x"], shown["y"], strict=True) if y is not None and y == y]
+    known = [(step["step"], near([step["loss"]])) for step in steps if step["loss"] is not None]
+    assert [(x, [y]) for x, y in points] == known
+    assert seen.plot("bytes-0")["side dense"]["y"] == near(step["sent_by_phase"]["dense_tail"] for step in steps)
     for rank in (0, 2, 1):
         seen.page.locator(f'.ranks button[data-rank="{rank}"]').click()
-        compute = next(trace for trace in seen.plot("split-0") if trace["name"] == "forward and backward")
-        assert compute["y"] == pytest.approx([step["ranks"][rank]["compute"] for step in steps_of(FIRST)], rel=1e-6)
-        phases = {trace["name"]: trace for trace in seen.plot("phases-0")}
-        expected = [step["ranks"][rank]["seconds"].get("select", 0) for step in steps_of(FIRST)]
-        assert phases["select"]["y"] == pytest.approx(expected, rel=1e-6)
+        figures = [step["ranks"][rank] for step in steps]
+        assert seen.plot("split-0")["forward and backward"]["y"] == near(each["compute"] for each in figures)
+        assert seen.plot("phases-0")["select"]["y"] == near(each["seconds"].get("select", 0) for each in figures)
     assert seen.complaints == []
 
 
@@ -194,7 +165,7 @@ def test_series_definitions_and_the_colour_scheme_are_switched(browser: Any, pag
     seen = opened(browser, pages / "one.html")
     for wanted in (False, True):
         seen.click("bytes-0", 'data-series="dense would send"')
-        visible = {trace["name"]: trace["visible"] for trace in seen.plot("bytes-0")}
+        visible = {name: trace["visible"] for name, trace in seen.plot("bytes-0").items()}
         assert visible.pop("dense would send") is wanted
         assert all(visible.values())
     gather = seen.page.locator('[data-chart="bytes-0"] button[data-series="gather"]')
@@ -214,7 +185,7 @@ def test_the_axis_is_chosen(browser: Any, pages: Path) -> None:
     sent = np.cumsum([step["sent_bytes"] for step in steps_of(FIRST)])
     for axis, places in (("seconds", seconds), ("bytes", sent), ("step", np.arange(60))):
         seen.click("loss-0", f'data-axis="{axis}"')
-        assert seen.plot("loss-0")[0]["x"] == pytest.approx(places.tolist(), rel=1e-6)
+        assert seen.plot("loss-0")["training, each step"]["x"] == near(places)
     seen.click("bytes-0", 'data-zoom="near"')
     seen.plot("bytes-0")
     top = seen.page.evaluate("document.querySelector('[data-chart=\"bytes-0\"] .plot').layout.yaxis.range[1]")
@@ -225,40 +196,27 @@ def test_the_axis_is_chosen(browser: Any, pages: Path) -> None:
 def test_another_run_is_chosen_and_names_are_texts(browser: Any, pages: Path) -> None:
     seen = opened(browser, pages / "both.html")
     assert seen.page.locator("h2.name").first.text_content() == EVIL
-    overlays = seen.plot("all-sent")
-    assert len(overlays) == 2
-    for trace, records in zip(overlays, (FIRST, SECOND), strict=True):
-        assert trace["y"][-1] == pytest.approx(sum(step["sent_bytes"] for step in steps_of(records)), rel=1e-6)
+    ends = [trace["y"][-1] for trace in seen.plot("all-sent").values()]
+    assert ends == near(sum(step["sent_bytes"] for step in steps_of(records)) for records in (FIRST, SECOND))
     seen.page.locator('nav.runs button[data-run="1"]').click()
     assert [seen.page.locator(f'article[data-run="{i}"]').is_visible() for i in (0, 1)] == [False, True]
-    losses = [step["loss"] for step in steps_of(SECOND)]
-    assert seen.plot("loss-1")[0]["y"] == pytest.approx(losses, rel=1e-6)
+    assert seen.plot("loss-1")["training, each step"]["y"] == near(step["loss"] for step in steps_of(SECOND))
     assert seen.complaints == []
-
-
-def write_long_run(folder: Path, steps: int) -> None:
-    """Write a run of so many steps: a few hundred lines that differ, again and again, each with its number."""
-    header, *_ = make_run(steps=1, ranks=2)
-    lines = [json.dumps({**step, "step": "@"}) for step in steps_of(make_run(steps=200, ranks=2, dense_steps=0))]
-    folder.mkdir()
-    with (folder / "metrics.jsonl").open("w") as file:
-        file.write(json.dumps({**header, "steps": steps}) + "\n")
-        for number in range(steps):
-            file.write(lines[number % len(lines)].replace('"@"', str(number)) + "\n")
 
 
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_run_of_100_000_steps_opens_in_less_than_3_seconds(browser: Any, tmp_path: Path) -> None:
-    steps = 100_000
-    write_long_run(tmp_path / "long", steps)
-    report = make_report([load_run(tmp_path / "long")])
+    steps, made = 100_000, steps_of(make_run(steps=200, ranks=2, dense_steps=0))
+    lines = [json.dumps({**step, "step": "@"}) for step in made]
+    with (tmp_path / "metrics.jsonl").open("w") as file:  # 200 lines that differ, again and again
+        file.write(json.dumps({**FIRST[0], "steps": steps}) + "\n")
+        file.writelines(lines[number % 200].replace('"@"', str(number)) + "\n" for number in range(steps))
+    report = make_report([load_run(tmp_path)])
     page = tmp_path / "long.html"
     page.write_text(make_page(report))
     assert page.stat().st_size < 6_000_000
-    made = steps_of(make_run(steps=200, ranks=2, dense_steps=0))
-    sent = sum(step["sent_bytes"] for step in made) * (steps // len(made))
-    assert report.runs[0].table("ranks").rows[0][1] == sent
+    assert report.runs[0].table("ranks").rows[0][1] == sum(step["sent_bytes"] for step in made) * (steps // 200)
     seconds = []
     for _ in range(3):
         start = time.perf_counter()

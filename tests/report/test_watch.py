@@ -1,6 +1,4 @@
-"""`oktopk watch`: what is there now, and what comes."""
-
-from __future__ import annotations
+"""`oktopk watch`: the records that are there, and those that come."""
 
 import io
 import json
@@ -9,51 +7,48 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from typer.testing import CliRunner
 
-from oktopk.cli.root import app
-from oktopk.report.watch import Watched, follow, view
-from tests.report.synthetic import make_run, write_run
+from oktopk.report.watch import follow, looks, view
+from oktopk.telemetry.run import Run
+from tests.commands import invoke
+from tests.report.synthetic import make_event, make_run, write_run
 
 RECORDS = make_run(steps=12, dense_steps=4)
+STEPS = [record for record in RECORDS if record["kind"] == "step"]
 
 
-def told(run: object) -> str:
+def told(run: Run) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(view(run))  # type: ignore[arg-type]
+    console.print(view(run))
     return console.export_text()
 
 
 def test_one_look(tmp_path: Path) -> None:
-    invoked = CliRunner().invoke(app, ["watch", str(write_run(tmp_path / "mine", RECORDS))])
+    invoked = invoke("watch", str(write_run(tmp_path / "mine", RECORDS)))
     assert invoked.exit_code == 0, invoked.output
-    steps = [record for record in RECORDS if record["kind"] == "step"]
-    assert "mine: ended" in invoked.stdout
-    assert "step 12 of 12" in invoked.stdout
-    loss = sum(step["loss"] for step in steps) / 12
-    assert f"{loss:.4g}" in invoked.stdout
-    assert f"{sum(step['sent_bytes'] for step in steps) / 1e6:.3g} MB so far" in invoked.stdout
+    loss = f"{sum(step['loss'] for step in STEPS) / 12:.4g}"
+    sent = f"{sum(step['sent_bytes'] for step in STEPS) / 1e6:.3g} MB so far"
+    assert all(text in invoked.stdout for text in ("mine: ended", "step 12 of 12", loss, sent))
 
 
 def test_added_records_are_taken_and_a_resumed_run_is_read_anew(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
-    assert "no record yet" in told(watched.look())
+    looking = looks(tmp_path)
+    assert "no record yet" in told(next(looking))
     write_run(tmp_path, RECORDS[:5])
-    assert "step 4 of 12" in told(watched.look())
+    assert "step 4 of 12" in told(next(looking))
+    rest = "".join(json.dumps(record) + "\n" for record in RECORDS[5:])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        line = json.dumps(RECORDS[5]) + "\n"
-        file.write(line[:40])
-        file.flush()
-        assert watched.look().num_steps == 4
-        file.write(line[40:])
-    assert watched.look().num_steps == 5
+        for cut, steps in ((rest[:40], 4), (rest[40:2000], None), (rest[2000:], 12)):
+            file.write(cut)
+            file.flush()
+            assert next(looking).num_steps == steps or steps is None
+    run = next(looking)
+    assert (run.state, run.bad_lines, run.steps.tolist()) == ("ended", [], list(range(12)))
     (write_run(tmp_path / "anew", RECORDS[:3]) / "metrics.jsonl").replace(tmp_path / "metrics.jsonl")
-    assert watched.look().num_steps == 2
+    assert next(looking).num_steps == 2
 
 
-def test_it_follows_to_the_end(tmp_path: Path) -> None:
-    write_run(tmp_path, RECORDS[:3])
-
+def test_it_follows_to_the_end_and_stops_at_a_failure(tmp_path: Path) -> None:
     def write() -> None:
         with (tmp_path / "metrics.jsonl").open("a") as file:
             for record in RECORDS[3:]:
@@ -61,15 +56,13 @@ def test_it_follows_to_the_end(tmp_path: Path) -> None:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
 
+    write_run(tmp_path, RECORDS[:3])
     writer = threading.Thread(target=write)
     writer.start()
     run = follow(tmp_path, Console(file=io.StringIO()), every_s=0.01)
     writer.join()
     assert (run.num_steps, run.state) == (12, "ended")
-
-
-def test_it_stops_at_a_failure(tmp_path: Path) -> None:
-    failed = [*RECORDS[:5], {"kind": "event", "event": "failed", "step": 4, "message": "a flood"}]
-    run = follow(write_run(tmp_path, failed), Console(file=io.StringIO()), every_s=0.01)
+    write_run(tmp_path, [*RECORDS[:5], make_event("failed", 4, "a flood")])
+    run = follow(tmp_path, Console(file=io.StringIO()), every_s=0.01)
     assert run.state == "failed"
     assert "a flood" in told(run)

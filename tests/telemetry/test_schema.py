@@ -3,8 +3,6 @@
 `python -m tests.telemetry.test_schema` writes the rows into docs/accounting.md.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,166 +1,134 @@
-"""The command line: plan, lists, one whole run, and errors of one line."""
-
-from __future__ import annotations
-
 import json
 import os
 import re
+import shutil
 import subprocess
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
-import oktopk
-from oktopk.cli.root import app, load
+from oktopk.cli.root import load
 from oktopk.train import cli
 from oktopk.train.config import Config
-from oktopk.train.rundir import RunDir, RunError
+from oktopk.train.rundir import RunDir
+from tests import commands
 from tests.integrations.examples import ROOT
-from tests.train.test_dist_env import SRUN
+from tests.train.test_dist import SRUN
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_launcher(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OKTOPK_STORE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+refused = partial(commands.refused, "train")
 
 
-def refused(*arguments: object) -> str:
-    """Return the one line that says why."""
-    result = call(*arguments)
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code == 2
-    lines = result.output.strip().splitlines()
-    assert len(lines) == 1, result.output
-    assert lines[0].startswith("error ")
-    return str(lines[0])
-
-
-def test_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path) -> None:
-    result = call("train", "--dry-run", "--runs", tmp_path / "runs", "--max-epochs", 10, "--nproc", 2)
+def succeed(words, *more):
+    result = commands.call("train", words, *more)
     assert result.exit_code == 0, result.output
-    assert "320 in 10 epochs of 32: 128 dense, 192 sparse" in result.output
-    assert "a dense step sends 4.25 MB a worker, a sparse one about" in result.output
-    assert "would write" in result.output
-    assert "WARNING" not in result.output
+    return result.output
+
+
+def test_dry_run_says_what_would_be_and_writes_nothing(tmp_path):
+    output = succeed("--dry-run --max-epochs 10 --nproc 2 --runs", tmp_path / "runs")
+    assert "320 in 10 epochs of 32: 128 dense, 192 sparse" in output
+    assert "a dense step sends 4.25 MB a worker, a sparse one about" in output
+    assert f"would write {tmp_path / 'runs'}" in output
+    assert "WARNING" not in output
+    assert "WARNING no step will be sparse" in succeed("--dry-run --max-epochs 1 --nproc 2 --runs", tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_warns_when_no_step_will_be_sparse(tmp_path: Path) -> None:
-    result = call("train", "--dry-run", "--runs", tmp_path / "runs", "--max-epochs", 1, "--nproc", 2)
-    assert "32 in 1 epochs of 32: 32 dense, 0 sparse" in result.output
-    assert "WARNING no step will be sparse" in result.output
-
-
-@pytest.mark.parametrize("lr", ["0.001", "0.01"])
-def test_their_command(speech: Path, lr: str) -> None:
+def test_their_command_and_the_list_of_settings(speech):
     """The command that users of the research code know, word for word."""
-    result = call(
-        "train", "--dnn", "lstman4", "--dataset", "an4", "--data-dir", speech, "--max-epochs", "1", "--batch-size", "8",
-        "--lr", lr, "--compressor", "oktopk", "--density", "0.02", "--dry-run",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert f"lr {lr}" in result.output
-    assert "lstman4, 27," in result.output
-    assert "density 0.02" in result.output
+    theirs = "--dnn lstman4 --dataset an4 --max-epochs 1 --batch-size 8 --lr 0.001 --compressor oktopk --density 0.02"
+    output = succeed(f"{theirs} --dry-run --data-dir", speech)
+    assert all(word in output for word in ("lr 0.001,", "lstman4, 27,", "density 0.02"))
+    settings = succeed("--settings")
+    assert all(name in settings for name in [*vars(Config()), "lstman4-extended"])
 
 
-def test_a_hint_for_what_was_meant() -> None:
-    assert "Did you mean 'lr'?" in refused("train", "--set", "lrr=1", "--dry-run")
-    assert "Did you mean 'oktopk'?" in refused("train", "--compressor", "oktop", "--dry-run")
-    assert "Did you mean 'lstman4'?" in refused("train", "--dnn", "lstman", "--dry-run")
-    assert "Did you mean 'an4-small'?" in refused("train", "--recipe", "an4small", "--dry-run")
-
-    assert "Did you mean 'an4-small'?" in refused("train", "--set", "recipe=an4small", "--dry-run")
-    assert "--set wants key=value, not 'lr'" in refused("train", "--set", "lr", "--dry-run")
-    assert "lr wants a number, not 'fast'" in refused("train", "--set", "lr=fast", "--dry-run")
-
-
-def test_lists() -> None:
-    settings = call("train", "--settings").output
-    assert "dense_steps" in settings
-    assert "lstman4-extended" in settings
-    assert call("--version").output == f"oktopk {oktopk.__version__}\n"
-
-
-def test_a_run_from_the_command_line(tmp_path: Path, speech: Path) -> None:
+def test_a_run_from_the_command_line(tmp_path, speech):
     """In this process, where every warning is an error."""
-    result = call(
-        "train", "--data-dir", speech, "--runs", tmp_path, "--name", "a", "--nproc", 1, "--batch-size", 4,
-        "--max-epochs", 1, "--dense-steps", 2, "--set", "max_steps=4", "--set", "threads=1", "--set", "device=cpu",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert "compression was active on 2 of 4 steps" in result.output
-    assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 4
-    assert RunDir.open(tmp_path / "a").load_config().lr == 0.01  # of the recipe
+    run = tmp_path / "a"
+    small = "--name a --nproc 1 --batch-size 4 --max-epochs 1 --dense-steps 2 --set threads=1 --set device=cpu"
+    output = succeed(f"{small} --set max_steps=4 --runs {tmp_path} --data-dir", speech)
+    assert "compression was active on 2 of 4 steps" in output
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert RunDir.open(run).load_config().lr == 0.01  # of the recipe
     for name in ("config.json", "versions.json", "metrics.jsonl", "logs/rank0.log", "tensorboard", "checkpoints/last"):
-        assert (tmp_path / "a" / name).exists()
-    assert _going_on(tmp_path / "a", "--max-epochs", 1, "--set", "max_steps=6").endswith("6 of 6")
+        assert (run / name).exists()
+    assert "going on from" in succeed("--max-epochs 1 --set max_steps=6 --resume", run)
+    assert json.loads((run / "summary.json").read_text())["steps"] == 6
+    assert RunDir.open(run).load_config().max_steps == 6
 
 
-def _going_on(run: Path, *more: object) -> str:
-    result = call("train", "--resume", run, *more)
-    assert result.exit_code == 0, result.output
-    assert "going on from" in result.output
-    summary = json.loads((run / "summary.json").read_text())
-    return f"{summary['steps']} of {RunDir.open(run).load_config().max_steps}"
+def test_a_wrong_setting_is_named_with_what_was_meant():
+    for words, said in {
+        "--set lrr=1": "Did you mean 'lr'?",
+        "--compressor oktop": "Did you mean 'oktopk'?",
+        "--dnn lstman": "Did you mean 'lstman4'?",
+        "--recipe an4small": "Did you mean 'an4-small'?",
+        "--set recipe=an4small": "Did you mean 'an4-small'?",
+        "--set lr": "--set wants key=value, not 'lr'",
+        "--set lr=fast": "lr wants a number, not 'fast'",
+    }.items():
+        assert said in refused(f"{words} --dry-run")
 
 
-def test_a_name_again_gets_a_number(tmp_path: Path) -> None:
-    made = [RunDir.create(tmp_path, "a", Config()).path.name for _ in range(3)]
-    assert made == ["a", "a-2", "a-3"]
-
-
-def test_resume_wants_a_run(tmp_path: Path) -> None:
-    assert "is not the folder of a run: it has no config.json" in refused("train", "--resume", tmp_path)
+def test_resume_wants_a_run(tmp_path):
+    assert "is not the folder of a run: it has no config.json" in refused("--resume", tmp_path)
     run = RunDir.create(tmp_path, "a", Config())
-    assert "leave --recipe out" in refused("train", "--resume", run.path, "--recipe", "lstman4")
-    assert "no checkpoint to go on from" in refused("train", "--resume", run.path)
+    assert "leave --recipe out" in refused("--recipe lstman4 --resume", run.path)
+    assert "no checkpoint to go on from" in refused("--resume", run.path)
     (run.checkpoints / "step-00000001").mkdir()
     (run.checkpoints / "last").write_text("step-00000001")
-    assert "the checkpoint has no" in refused("train", "--resume", run.path)
-    run.config.write_text("{")
-    assert f"{run.config} is no config of a run" in refused("train", "--resume", run.path)
-    with pytest.raises(RunError):
-        RunDir.open(tmp_path / "b")
+    assert "the checkpoint has no" in refused("--resume", run.path)
 
 
-def test_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error is one line, however narrow the terminal: it is there to be copied."""
-    monkeypatch.setenv("COLUMNS", "40")
-    assert "x" * 90 in refused("train", "--data-dir", tmp_path / ("x" * 90), "--nproc", 1)
+# The tests of manifests have the other faults.
+@pytest.mark.parametrize(("nproc", "name"), [(1, "an4_val_manifest.csv"), (2, "*/**/*.wav")])
+def test_bad_data_and_a_folder_that_cannot_be_made_are_named_before_anything_starts(tmp_path, speech, nproc, name):
+    corpus, runs = shutil.copytree(speech, tmp_path / "corpus"), tmp_path / "runs"
+    small = f"--nproc {nproc} --batch-size 2 --set device=cpu --set threads=1 --name a --data-dir {corpus} --runs"
+    runs.write_text("")
+    assert f"cannot write the run's folder {runs / 'a'}: Not a directory; --runs" in refused(small, runs)
+    runs.unlink()
+    path = next(corpus.glob(name))
+    path.write_bytes(b"")
+    assert str(path) in refused(small, runs)
+    assert not runs.exists()
 
 
-@pytest.mark.parametrize(("asked", "starts"), [("2", 2), ("1", None), (None, None)])
-def test_the_only_task_of_a_job_may_start_workers(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, starts: int | None
-) -> None:
+def test_too_little_data(tmp_path, speech):
+    for size, said in {
+        "--nproc 1 --batch-size 33": "33 in all, and there are 32",
+        "--nproc 2 --batch-size 8 --nsteps-update 3": "48 in all, and there are 32",
+        "--nproc 33 --batch-size 1": "33 in all, and there are 32",
+        "--nproc 17 --batch-size 1": "17 in all, and there are 16",
+    }.items():
+        assert said in refused(f"{size} --set device=cpu --set threads=1 --runs {tmp_path / 'runs'} --data-dir", speech)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("asked", "starts"), [("--nproc 2", [2]), ("--nproc 1", []), ("", [])])
+def test_the_only_task_of_a_job_may_start_workers_and_one_of_several_no_others(monkeypatch, asked, starts):
     """As in the shell that `srun --pty bash` opens: its single place is no reason to refuse --nproc."""
     env = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_GTIDS": "0"}
     monkeypatch.setattr(cli, "os", SimpleNamespace(environ=env))
-    started, worked = list[int](), list[int]()
+    started, worked = [], []
     monkeypatch.setattr(cli, "_start", lambda _, workers, __: started.append(workers))
     monkeypatch.setattr(cli, "work", lambda _, place: worked.append(place.size))
-    ran = call("train", *(["--nproc", asked] if asked else []))
-    assert ran.exit_code == 0, ran.output
-    assert (started, worked) == (([starts], []) if starts else ([], [1]))
-
-
-def test_another_number_of_workers_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    succeed(asked)
+    assert (started, worked) == (starts, [] if starts else [1])
     monkeypatch.setattr(cli, "os", SimpleNamespace(environ=SRUN))
-    assert "srun started 3 workers: leave --nproc 2 out" in refused("train", "--nproc", "2")
-
-
-# The job scripts
+    assert "srun started 3 workers: leave --nproc 2 out" in refused("--nproc 2")
 
 
 @pytest.mark.parametrize(
@@ -170,33 +138,53 @@ def test_another_number_of_workers_is_refused_under_a_launcher(monkeypatch: pyte
         ("pbs.sh", "mpiexec -n 8 --ppn 4 ", "from x1:20123\n"),
     ],
 )
-def test_a_job_script_starts_our_command_with_flags_that_exist(
-    name: str, begins: str, ends: str, tmp_path: Path
-) -> None:
+def test_a_job_script_starts_our_command_with_flags_that_exist(name, begins, ends, tmp_path):
     """With stand-ins for srun and mpiexec, which print their arguments and the master."""
     (tmp_path / "nodes").write_text("x1\nx1\nx2\nx2\n")
     for launcher in ("srun", "mpiexec"):
-        (tmp_path / launcher).write_text(
-            f'#!/bin/sh\necho {launcher} "$@" from "${{MASTER_ADDR-}}:${{MASTER_PORT-}}"\n'
-        )
-        (tmp_path / launcher).chmod(0o755)
+        path = tmp_path / launcher
+        path.write_text(f'#!/bin/sh\necho {launcher} "$@" from "${{MASTER_ADDR-}}:${{MASTER_PORT-}}"\n')
+        path.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "PBS_JOBID": "123[4].pbs"}
     env |= {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path)}
-
-    def run(**more: str) -> subprocess.CompletedProcess[str]:
-        script = ["bash", str(ROOT / "examples" / "launch" / name)]
-        return subprocess.run(
-            script, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
-        )
-
-    done = run(DATA_DIR="d")
+    run = partial(subprocess.run, ["bash", ROOT / "examples" / "launch" / name], cwd=tmp_path, timeout=30)
+    run = partial(run, capture_output=True, text=True)
+    done = run(env=env | {"DATA_DIR": "d"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(begins)
     assert done.stdout.endswith(ends)
     flags = set(re.findall(r"--[a-z][a-z-]*", done.stdout.partition("oktopk train")[2]))
-    known = {flag for each in load("train").params for flag in each.opts}
     assert len(flags) > 5
-    assert flags <= known
-    done = run()
+    assert flags <= {flag for each in load("train").params for flag in each.opts}
+    done = run(env=env)
     assert done.returncode != 0
     assert "say where the data is" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--data_dir d --max_epochs 2", "--data-dir d --max-epochs 2"), ("--data_dir=a_b/c_d", "--data-dir=a_b/c_d"),
+        ("--nworkers 2 --nworkers=2", "--nproc 2 --nproc=2"), ("--lstm-lr 0.1 --lstm_lr=0.2", "--lr 0.1 --lr=0.2"),
+        ("--compressor none", "--compressor dense"), ("--compressor=topkA", "--compressor topka"),
+        ("--compressor topkDSA --lr 1", "--compressor topkdsa --lr 1"),
+        ("train --compression", "train"), ("--compression True --lr 1", "--lr 1"),
+        ("--compression=False", "--compressor dense"), ("--compression no", "--compressor dense"),
+        ("--compression --density 0.1", "--density 0.1"),
+    ],
+)  # fmt: skip
+def test_an_old_spelling_becomes_todays_with_a_note(old, new):
+    arguments, notes = cli.modern(old.split())
+    assert arguments == new.split()
+    changed = sum(word.split("=")[0] not in new for word in old.split() if word.startswith("--"))
+    assert len(notes) >= max(1, changed)
+    assert all(note.startswith("--") for note in notes)
+    assert cli.modern(arguments) == (arguments, [])
+
+
+@given(st.lists(st.sampled_from([
+    "train", "--dnn=lstman4", "--data-dir", "a_b", "--set=lr_anneal=1.1", "clip_place=local", "--compressor", "oktopk",
+    "--compressor=topka", "--version", "--resume", "runs/an4_small", "--name=my_run",
+])))  # fmt: skip
+def test_todays_spelling_is_left_alone(arguments):
+    assert cli.modern(arguments) == (arguments, [])

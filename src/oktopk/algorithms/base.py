@@ -15,25 +15,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oktopk.codec import Codec
-from oktopk.codec.values import WIRES, check_wire
+from oktopk.codec.values import WIRES
+from oktopk.comm.base import Comm
 from oktopk.errors import InputError, MismatchError, NonFiniteError, SettingError, one_of, within
+from oktopk.feedback import Prefilter
 from oktopk.kernels.reference import is_finite
 from oktopk.partition import even_cuts, sweep_of
-from oktopk.prefilter import Prefilter
 from oktopk.selection import Ranking, largest, num_selected
 from oktopk.sparse import Sparse, merge
 
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
-
-EVERYTHING = slice(None)
 AUTO = "auto"
 """The wire that is chosen for each vector."""
 
@@ -86,21 +83,15 @@ class StepStats:
         """Count the delivered elements of a vector of `numel`, also between the state's cuts, if it has any."""
         pairs, owners, cuts = None, (), getattr(state, "cuts", None)
         if isinstance(reduced.sum, Sparse):
-            pairs = reduced.sum.nnz
+            pairs, index = reduced.sum.nnz, reduced.sum.index
             if isinstance(cuts, Tensor) and numel:
-                index = reduced.sum.index
                 owners = tuple(torch.searchsorted(index, cuts.to(index)).diff().tolist())
         return StepStats(reduced.num_selected(numel), pairs, owners, reduced.threshold, reduced.global_threshold)
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Further inputs of a step, beside acc.
-
-    status       this rank's `InputStatus`
-    prefilter    the large elements of acc, as its `prefilter` asked for them
-    measured     the result of its `measure`
-    """
+    """Further inputs of a step: this rank's `InputStatus`, and the results of `prefilter` and `measure`."""
 
     status: int = 0
     prefilter: Prefilter | None = None
@@ -122,8 +113,8 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """The name of the class, for messages and checkpoints."""
-        return type(self).__name__
+        """The name of the class that the user gave, for messages and checkpoints."""
+        return type(self.given).__name__
 
     @property
     def given(self) -> Any:
@@ -162,7 +153,7 @@ class Algorithm:
 
     def reduce_step(self, acc: Tensor, state: Any, comm: Comm, inputs: StepInput) -> Reduced:
         """Return `reduce`, or raise on every rank, once all ranks know all input statuses."""
-        InputStatus.raise_if_any(InputStatus.gather(inputs.status, acc.device, comm), acc.numel())
+        InputStatus.agree(inputs.status, acc.device, comm, acc.numel())
         return self.reduce(acc, state, comm)
 
 
@@ -175,10 +166,6 @@ class _Adapted(Algorithm):
     @property
     def density(self) -> float:  # type: ignore[override]
         return float(getattr(self.inner, "density", 1.0))
-
-    @property
-    def name(self) -> str:
-        return type(self.inner).__name__
 
     @property
     def given(self) -> Any:
@@ -194,7 +181,20 @@ class _Adapted(Algorithm):
 
 def as_algorithm(algorithm: Any) -> Algorithm:
     """Return the object itself if it is an `Algorithm`; any other with `init` and `reduce` is adapted."""
+    if isinstance(algorithm, type):
+        raise SettingError(f"{algorithm.__name__} is a class: write {algorithm.__name__}(), with brackets")
+    missing = [name for name in ("init", "reduce") if not callable(getattr(algorithm, name, None))]
+    if missing:
+        raise SettingError(
+            f"an algorithm has init(numel, comm) -> state and reduce(acc, state, comm) -> Reduced(sum, taken); "
+            f"this {type(algorithm).__name__} has no {' and no '.join(missing)}"
+        )
     return algorithm if isinstance(algorithm, Algorithm) else _Adapted(algorithm)
+
+
+def describe(algorithm: Any) -> str:
+    """Return an algorithm with its settings, as text; the class of one that is no dataclass."""
+    return repr(algorithm) if is_dataclass(algorithm) else type(algorithm).__qualname__
 
 
 def check_finite(reduced: Reduced) -> Reduced:
@@ -222,18 +222,35 @@ class Sparsifier(Algorithm):
 
     def __post_init__(self) -> None:
         within("density", self.density, 0, 1, open_low=True)
-        check_wire(self.wire)
+        one_of("wire", self.wire, WIRES)
+
+    def plan(self, numel: int) -> tuple[int, Codec]:
+        """Return k and the codec for a vector of `numel` elements."""
+        return num_selected(numel, self.density), Codec(numel, self.wire)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OkTopkState(State):
     """The state of Ok-Topk: the cuts of the regions, the ranking, the thresholds in use."""
 
-    cuts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
-    ranking: Ranking = field(default_factory=lambda: Ranking.by_magnitude(0))
+    cuts: Tensor
+    ranking: Ranking
     threshold: float = 0.0
     global_threshold: float = 0.0
     floor: float = 0.0
+
+    def fitting(self, part: Sparse, capacity: int) -> Sparse:
+        """Return the part cut to `capacity` pairs: the largest, with ties broken in turn."""
+        if part.nnz <= capacity:
+            return part
+        if not capacity:
+            return part[:0]
+        return part[largest(self.ranking.score(part.value, part.index), capacity, self.step)]
+
+    def sweep(self, k: int, cuts: Tensor, comm: Comm, device: torch.device) -> Tensor | None:
+        """Return the indices of this step's sweep, if it is one; a rank that is alone needs none."""
+        sweep = sweep_of(self.step, k, cuts) if comm.size > 1 else None
+        return None if sweep is None else sweep.to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,54 +318,29 @@ class InputStatus:
         return InputStatus.FINE if first_bad < 0 else InputStatus.of(InputStatus.NON_FINITE, first_bad)
 
     @staticmethod
-    def gather(status: int, device: torch.device, comm: Comm) -> list[int]:
-        """Return every rank's status."""
+    def agree(status: int, device: torch.device, comm: Comm, numel: int) -> None:
+        """Tell every rank this one's status; raise, on every rank alike, if any refuses its input."""
         with comm.phase("agree"):
-            return [int(v) for v in comm.all_gather(torch.tensor([status], device=device)).view(-1).tolist()]
+            statuses = comm.all_gather(torch.tensor([status], device=device)).view(-1).tolist()
+        InputStatus.details(statuses, numel)
 
     @staticmethod
-    def detail(status: int) -> int:
-        """Return the detail that a status carries."""
-        return status // 4
-
-    @staticmethod
-    def raise_if_any(statuses: Sequence[int], numel: int) -> None:
-        """Raise, on every rank alike, the error of the first rank that refuses its input."""
-        for rank, status in enumerate(statuses):
-            reason, detail = status % 4, InputStatus.detail(status)
+    def details(statuses: Sequence[int], numel: int) -> list[int]:
+        """Return the details; raise, on every rank alike, the error of the first rank that refuses its input."""
+        details = [status // 4 for status in statuses]
+        for rank, (status, detail) in enumerate(zip(statuses, details, strict=True)):
+            reason = status % 4
             if reason == InputStatus.NON_FINITE:
-                raise NonFiniteError(
+                message = (
                     f"rank {rank}: the gradient plus its residual is not finite at index {detail} of {numel}; "
-                    f"nothing was sent, and the residual is as it was before this step",
-                    rank=rank,
-                    index=detail,
+                    f"nothing was sent, and the residual is as it was before this step"
                 )
+                raise NonFiniteError(message, rank=rank, index=detail)
             if reason == InputStatus.WRONG_NUMEL:
-                raise MismatchError(
-                    f"rank {rank} came with {detail} elements, the state of this reducer is for {numel}"
-                )
+                raise MismatchError(f"rank {rank} came with {detail} elements, this reducer's state is for {numel}")
             if reason == InputStatus.WRONG_DTYPE:
                 raise InputError(f"rank {rank} came with another dtype or device than at its first step")
-
-
-def num_wanted(state: State, density: float) -> int:
-    """Return k for this state's vector."""
-    return num_selected(state.numel, density)
-
-
-def fitting(part: Sparse, capacity: int, state: OkTopkState) -> Sparse:
-    """Return the part cut to `capacity` pairs: the largest, with ties broken in turn."""
-    if part.nnz <= capacity:
-        return part
-    if not capacity:
-        return part[:0]
-    return part[largest(state.ranking.score(part.value, part.index), capacity, state.step)]
-
-
-def sweep_in(acc: Tensor, state: OkTopkState, k: int, cuts: Tensor, size: int) -> Tensor | None:
-    """Return the indices of this step's sweep, if it is one; a rank that is alone needs none."""
-    sweep = sweep_of(state.step, k, cuts) if size > 1 else None
-    return None if sweep is None else sweep.to(acc.device)
+        return details
 
 
 def with_sweep(found: Sparse, acc: Tensor, sweep: Tensor | None) -> Sparse:

@@ -3,17 +3,12 @@
 2n(P-1)/P words a rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oktopk.algorithms.base import EVERYTHING, Algorithm, Reduced, State
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
+from oktopk.algorithms.base import Algorithm, Reduced, State
+from oktopk.comm.base import Comm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,4 +20,4 @@ class Dense(Algorithm):
         with comm.phase("exchange"):
             total = comm.all_reduce(acc)
         state.step += 1
-        return Reduced(total, taken=EVERYTHING, selected=state.numel)
+        return Reduced(total, taken=slice(None))

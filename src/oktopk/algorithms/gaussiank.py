@@ -4,19 +4,12 @@ th = |mean| + ppf(1 - density/2) * std; gradients have heavier tails than a norm
 corrected until the count is in a band around k. 2k(P-1) words a rank, times 0.8 to 1.25.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
-from oktopk.codec import Codec
+from oktopk.algorithms.base import Reduced, Sparsifier, State
+from oktopk.comm.base import Comm
 from oktopk.selection import BAND, Ranking, at_least, gaussian_threshold, in_band, largest, sampled_threshold
 from oktopk.sparse import Sparse, merge
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
 
 CORRECTIONS = 3
 """Corrections by the count just seen, before the threshold is measured instead."""
@@ -27,7 +20,7 @@ class GaussianK(Sparsifier):
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of what passed each rank's threshold."""
-        k, codec = num_wanted(state, self.density), Codec(state.numel, self.wire)
+        k, codec = self.plan(state.numel)
         with comm.phase("select"):
             taken, threshold = _select(acc, k, self.density, state.step)
         with comm.phase("pack"):

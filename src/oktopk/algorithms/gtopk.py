@@ -5,22 +5,17 @@ merge is lost if its index survives through another rank: it is neither in the s
 anyone's residual. Here the rank that cut it keeps it in its own, so that gTop-k conserves like the others.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted, taken_of
+from oktopk.algorithms.base import Reduced, Sparsifier, State, taken_of
 from oktopk.codec import Codec, leftover
+from oktopk.comm.base import Comm
 from oktopk.selection import top_k
 from oktopk.sparse import Sparse, merge
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
 
 
 class GTopk(Sparsifier):
@@ -28,7 +23,7 @@ class GTopk(Sparsifier):
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the k pairs that survived every merge."""
-        tree = _Tree(Codec(state.numel, self.wire), num_wanted(state, self.density), comm)
+        tree = _Tree(*self.plan(state.numel), comm)
         with comm.phase("select"):
             sent = top_k(acc.abs(), tree.k)
         block, cut = tree.reduce_to_root(Sparse.pick(acc, sent))
@@ -43,8 +38,8 @@ class GTopk(Sparsifier):
 
 @dataclass(frozen=True)
 class _Tree:
-    codec: Codec
     k: int
+    codec: Codec
     comm: Comm
 
     def reduce_to_root(self, mine: Sparse) -> tuple[Tensor, list[Sparse]]:

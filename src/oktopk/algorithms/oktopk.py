@@ -18,39 +18,22 @@ turn, so that sums which are small, or zero, are delivered. In every eighth step
 (`sweep_of`), so that these leave all ranks together. `oktopk_paper.py` has the paper's six steps.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import (
-    InputStatus,
-    OkTopkSettings,
-    OkTopkState,
-    Reduced,
-    StepInput,
-    fitting,
-    num_wanted,
-    sweep_in,
-    taken_of,
-    with_sweep,
-)
+from oktopk.algorithms.base import InputStatus, OkTopkSettings, OkTopkState, Reduced, StepInput, taken_of, with_sweep
 from oktopk.codec import Codec, join_errors, leftover
-from oktopk.errors import MalformedError, within
+from oktopk.comm.base import Comm
+from oktopk.errors import check_counts, within
+from oktopk.feedback import Prefilter
 from oktopk.kernels import kernels_for
 from oktopk.partition import even_cuts, rebalanced_cuts, sweep_width
-from oktopk.prefilter import Prefilter
-from oktopk.selection import at_least, kth_largest, sampled_threshold, swept_first_, top_k, turns_first_
+from oktopk.selection import at_least, kth_largest, num_selected, sampled_threshold, swept_first_, top_k, turns_first_
 from oktopk.sparse import Sparse, merge
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
-
 
 WIDE = 1.2
 """Factor on k: the floor aims at 1.2 k candidates, so that acc may shrink by that much between steps."""
@@ -85,49 +68,47 @@ class OkTopk(OkTopkSettings):
         within("slack", self.slack, 1)
 
     def prefilter(self, state: OkTopkState) -> Prefilter | None:
-        """Return the place for candidates, noted while acc is made."""
-        return None if self.density > SPARSE_ENOUGH else _make_prefilter(state)
+        """Return the place for the next acc's elements above the floor, if there is a floor."""
+        if self.density > SPARSE_ENOUGH or not state.floor:
+            return None
+        return Prefilter(state.ranking.bounds.numpy(), state.ranking.thresholds(state.floor))
 
     def reduce_step(self, acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput) -> Reduced:
-        """Return about k pairs; the input statuses ride in the headers of the messages."""
-        k, codec = num_wanted(state, self.density), self.codec(state.numel)
-        reduced = _reduce(acc, state, comm, inputs, codec, k, self.slack)
+        """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected.
+
+        The input statuses ride in the headers of the messages.
+        """
+        k, codec = num_selected(state.numel, self.density), self.codec(state.numel)
+        capacity = capacity_of(k, self.slack, comm.size)
+        if k == state.numel:  # all of it fits into even regions alone
+            state.cuts = even_cuts(state.numel, comm.size)
+        sweep = state.sweep(k, state.cuts, comm, acc.device)
+        width = sweep_width(k, comm.size) if sweep is not None else 0
+        with comm.phase("select"):
+            wanted = _select_locally(acc, state, inputs, k, int(self.slack * k))
+        with comm.phase("pack"):
+            shown = sweep if inputs.status == InputStatus.FINE else None
+            demands, parts = _fit(wanted, capacity - width, acc, state, shown)
+            blocks, sent, lost = _pack(parts, demands, capacity, inputs.status, codec)
+        with comm.phase("exchange"):
+            arrived = comm.all_to_all(blocks)
+        with comm.phase("reduce"):
+            region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
+            share = region.nnz if k == state.numel else math.ceil(demand / comm.size) + width
+            kept = _largest(region, min(share, capacity), state, sweep)
+            block, error = codec.encode(kept, capacity, note=demand)
+        with comm.phase("gather"):
+            gathered = comm.all_gather(block)
+        with comm.phase("apply"):
+            total, demands = _unpack(gathered, capacity, state.cuts, codec, acc.dtype)
+            taken, rounding = taken_of(sent, lost, total)
+            if max(demands) > capacity * comm.size and may_rebalance(capacity, k, state.numel):
+                state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
+            score = state.ranking.score(total.value, total.index)
+            least = float(score.min()) if total.nnz else None  # the global threshold that this step amounts to
         state.ranking.commit_()
         state.step += 1
-        return reduced
-
-
-def _reduce(
-    acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput, codec: Codec, k: int, slack: float
-) -> Reduced:
-    """Return about k pairs: the largest, in each owner's region, of the sum of what the ranks selected."""
-    capacity = capacity_of(k, slack, comm.size)
-    if k == state.numel:  # all of it fits into even regions alone
-        state.cuts = even_cuts(state.numel, comm.size)
-    sweep = sweep_in(acc, state, k, state.cuts, comm.size)
-    width = sweep_width(k, comm.size) if sweep is not None else 0
-    with comm.phase("select"):
-        wanted = _select_locally(acc, state, inputs, k, int(slack * k))
-    with comm.phase("pack"):
-        shown = sweep if inputs.status == InputStatus.FINE else None
-        demands, parts = _fit(wanted, capacity - width, acc, state, shown)
-        blocks, sent, lost = _pack(parts, demands, capacity, inputs.status, codec)
-    with comm.phase("exchange"):
-        arrived = comm.all_to_all(blocks)
-    with comm.phase("reduce"):
-        region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
-        share = region.nnz if k == state.numel else math.ceil(demand / comm.size) + width
-        kept = _largest(region, min(share, capacity), state, sweep)
-        block, error = codec.encode(kept, capacity, note=demand)
-    with comm.phase("gather"):
-        gathered = comm.all_gather(block)
-    with comm.phase("apply"):
-        total, demands = _unpack(gathered, capacity, state.cuts, codec, acc.dtype)
-        taken, rounding = taken_of(sent, lost, total)
-        if max(demands) > capacity * comm.size and may_rebalance(capacity, k, state.numel):
-            state.cuts = rebalanced_cuts(state.cuts, total.index, demands)
-        least = _smallest(total, state)
-    return Reduced(total, taken, leftover(kept, error), len(sent), state.threshold, least, rounding)
+        return Reduced(total, taken, leftover(kept, error), len(sent), state.threshold, least, rounding)
 
 
 def may_rebalance(capacity: int, k: int, numel: int) -> bool:
@@ -154,12 +135,7 @@ def _select_locally(acc: Tensor, state: OkTopkState, inputs: StepInput, k: int, 
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         state.floor = FALL * state.threshold
         found = Sparse.pick(acc, at_least(acc, state.threshold, state.ranking))
-    return fitting(found, limit, state)
-
-
-def _make_prefilter(state: OkTopkState) -> Prefilter | None:
-    """Return the place for the next acc's elements above the floor, if there is a floor."""
-    return Prefilter(state.ranking.bounds.numpy(), state.ranking.thresholds(state.floor)) if state.floor else None
+    return state.fitting(found, limit)
 
 
 def _among_candidates(prefilter: Prefilter, state: OkTopkState, k: int) -> Sparse | None:
@@ -182,7 +158,7 @@ def _fit(
 ) -> tuple[list[int], list[Sparse]]:
     """Return how many pairs are wanted of each region, and the largest `capacity` of them, with the sweep."""
     parts = wanted.between(state.cuts)
-    fits = [fitting(part, capacity, state) for part in parts]
+    fits = [state.fitting(part, capacity) for part in parts]
     if sweep is not None:
         fits = with_sweep(Sparse.join(fits), acc, sweep).between(state.cuts)
     return [part.nnz for part in parts], fits
@@ -208,10 +184,8 @@ def _sum(
     decoded = [
         codec.decode(block, dtype, capacity, source=source, between=(low, high)) for source, block in enumerate(arrived)
     ]
-    notes = [note for _, note in decoded]
-    InputStatus.raise_if_any(notes, state.numel)
-    demands = [_within(InputStatus.detail(note), high - low, source) for source, note in enumerate(notes)]
-    return merge([part for part, _ in decoded]), sum(demands)
+    demands = InputStatus.details([note for _, note in decoded], state.numel)
+    return merge([part for part, _ in decoded]), sum(check_counts(demands, [high - low] * len(demands)))
 
 
 def _largest(region: Sparse, share: int, state: OkTopkState, sweep: Tensor | None) -> Sparse:
@@ -231,20 +205,5 @@ def _unpack(
         codec.decode(block, dtype, capacity, source=owner, between=region, sums=True)
         for owner, (block, region) in enumerate(zip(gathered, regions, strict=True))
     ]
-    demands = [
-        _within(demand, len(regions) * (high - low), owner)
-        for owner, ((_, demand), (low, high)) in enumerate(zip(decoded, regions, strict=True))
-    ]
-    return Sparse.join([part for part, _ in decoded]), demands
-
-
-def _within(demand: int, most: int, source: int) -> int:
-    """Return the demand that a rank sent, if the region has that many elements."""
-    if demand > most:
-        raise MalformedError(f"{demand} pairs are wanted of a region, where there are {most}", source)
-    return demand
-
-
-def _smallest(total: Sparse, state: OkTopkState) -> float | None:
-    """Return the score of the least that was delivered: the global threshold that this step amounts to."""
-    return float(state.ranking.score(total.value, total.index).min()) if total.nnz else None
+    most = [len(regions) * (high - low) for low, high in regions]
+    return Sparse.join([part for part, _ in decoded]), check_counts([demand for _, demand in decoded], most)

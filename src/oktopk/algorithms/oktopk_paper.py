@@ -8,31 +8,17 @@
 `docs/paper-map.md` leads from the paper's lines to these functions, `docs/differences.md` says where we depart and why.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import (
-    InputStatus,
-    OkTopkSettings,
-    OkTopkState,
-    Reduced,
-    StepInput,
-    fitting,
-    num_wanted,
-    sweep_in,
-    taken_of,
-    with_sweep,
-)
+from oktopk.algorithms.base import InputStatus, OkTopkSettings, OkTopkState, Reduced, StepInput, taken_of, with_sweep
 from oktopk.codec import Codec, join_errors, leftover
-from oktopk.errors import MalformedError, within
+from oktopk.comm.base import Comm, Pending
+from oktopk.errors import check_counts, within
 from oktopk.partition import balanced_cuts, consensus, even_cuts
 from oktopk.selection import (
     BAND,
@@ -42,14 +28,12 @@ from oktopk.selection import (
     in_turn,
     kth_largest_by_sketch,
     kth_largest_of_all,
+    num_selected,
     sampled_threshold,
     swept_first_,
     turns_first_,
 )
 from oktopk.sparse import Sparse, merge
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm, Pending
 
 BUCKET_PAIRS = 1 << 16
 """Pairs in one message of split-and-reduce: a bucket is unpacked while the next one travels."""
@@ -77,13 +61,14 @@ class OkTopkPaper(OkTopkSettings):
 
     def reduce_step(self, acc: Tensor, state: OkTopkState, comm: Comm, inputs: StepInput) -> Reduced:
         """Return about k pairs: the largest of the sum of what the ranks selected, at most cap * k."""
-        InputStatus.raise_if_any(InputStatus.gather(inputs.status, acc.device, comm), acc.numel())
-        k, codec = num_wanted(state, self.density), self.codec(state.numel)
+        InputStatus.agree(inputs.status, acc.device, comm, acc.numel())
+        k, codec = num_selected(state.numel, self.density), self.codec(state.numel)
         cap, rethreshold = int(self.cap * k), state.step % self.rethreshold_every == 0
         with comm.phase("agree"):
-            _agree_on_scales_(state, inputs.measured, acc.device, comm)
+            if inputs.measured is not None:
+                state.ranking.rescale_(comm.all_reduce(inputs.measured.to(acc.device)).cpu() / comm.size)
         with comm.phase("select"):
-            sweep = sweep_in(acc, state, k, even_cuts(state.numel, 1), comm.size)
+            sweep = state.sweep(k, even_cuts(state.numel, 1), comm, acc.device)
             selected = _select_locally(acc, state, k, cap, rethreshold, sweep)
             sent = selected.index
         with comm.phase("agree"):
@@ -101,16 +86,10 @@ class OkTopkPaper(OkTopkSettings):
         return reduced
 
 
-def _agree_on_scales_(state: OkTopkState, measured: Tensor | None, device: torch.device, comm: Comm) -> None:
-    """Take the mean over ranks of what they measured of their gradients, if this step measures."""
-    if measured is not None:
-        state.ranking.rescale_(comm.all_reduce(measured.to(device)).cpu() / comm.size)
-
-
 def _select_locally(
     acc: Tensor, state: OkTopkState, k: int, cap: int, rethreshold: bool, sweep: Tensor | None
 ) -> Sparse:
-    """Return what reaches the local threshold, and the sweep: the `cap` largest of it at most.
+    """Return the elements that reach the local threshold, at most the `cap` largest, and the sweep.
 
     The threshold is exact every tau' steps, and reused while its count is in the band.
     """
@@ -121,7 +100,7 @@ def _select_locally(
         state.threshold = sampled_threshold(acc, k, state.ranking, seed=state.step)
         index = at_least(acc, state.threshold, state.ranking)
     limit = cap if sweep is None else max(min(cap, int(BAND[1] * k)) - len(sweep), 0)
-    return with_sweep(fitting(Sparse.pick(acc, index), limit, state), acc, sweep)
+    return with_sweep(state.fitting(Sparse.pick(acc, index), limit), acc, sweep)
 
 
 def _split_and_reduce(
@@ -139,62 +118,44 @@ def _split_and_reduce(
         low, high = cuts[rank : rank + 2].tolist()
     with comm.phase("exchange"):
         counts = torch.tensor([part.nnz for part in parts], device=selected.index.device)
-        arriving = _checked(comm.all_to_all_single(counts, ones, ones).tolist(), [min(high - low, cap)] * size)
+        arriving = check_counts(comm.all_to_all_single(counts, ones, ones).tolist(), [min(high - low, cap)] * size)
         received: list[list[Sparse]] = [[] for _ in range(size)]
         errors: list[list[Tensor | None]] = [[] for _ in range(size)]
         mine, error = codec.round(parts[rank])
         received[rank].append(mine)
         errors[rank].append(error)
         travelling: deque[tuple[int, Pending]] = deque()
+
+        def unpack_(most_travelling: int) -> None:
+            while len(travelling) > most_travelling:
+                source, pending = travelling.popleft()
+                block = pending.wait()
+                if len(block):
+                    part, _ = codec.decode(block, selected.value.dtype, source=source, between=(low, high))
+                    received[source].append(part)
+
         for distance in range(1, size):
             to, source = (rank + distance) % size, (rank - distance) % size
-            for bucket, count in zip_longest(_buckets(parts[to]), _bucket_sizes(arriving[source])):
-                block, error = (None, None) if bucket is None else codec.encode(bucket)
+            for out, into in zip_longest(_buckets(parts[to].nnz), _buckets(arriving[source])):
+                block, error = (None, None) if out is None else codec.encode(parts[to][out])
                 errors[to].append(error)
-                words = codec.words(count) if count else 0
+                words = 0 if into is None else codec.words(into.stop - into.start)
                 travelling.append((source, comm.sendrecv(block, to, source, words, counts.device)))
-                if len(travelling) > 1:
-                    _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
-        while travelling:
-            _unpack_(travelling.popleft(), received, (low, high), codec, selected.value.dtype)
+                unpack_(most_travelling=1)
+        unpack_(most_travelling=0)
     with comm.phase("reduce"):
         in_rank_order = [part.shift(-low, high - low) for row in received for part in row]
         return merge(in_rank_order).shift(low, selected.numel), join_errors(error for row in errors for error in row)
 
 
-def _checked(counts: list[int], most: Sequence[int]) -> list[int]:
-    """Return how many pairs each rank says that it has, if it can have so many: room is made for them."""
-    for source, (count, limit) in enumerate(zip(counts, most, strict=True)):
-        if not 0 <= count <= limit:
-            raise MalformedError(f"it announces {count} pairs, where there can be 0 to {limit}", source)
-    return counts
-
-
-def _bucket_sizes(count: int) -> list[int]:
-    return [min(BUCKET_PAIRS, count - first) for first in range(0, count, BUCKET_PAIRS)]
-
-
-def _buckets(part: Sparse) -> list[Sparse]:
-    return [part[first : first + BUCKET_PAIRS] for first in range(0, part.nnz, BUCKET_PAIRS)]
-
-
-def _unpack_(
-    arrived: tuple[int, Pending],
-    received: list[list[Sparse]],
-    region: tuple[int, int],
-    codec: Codec,
-    dtype: torch.dtype,
-) -> None:
-    source, pending = arrived
-    block = pending.wait()
-    if len(block):
-        received[source].append(codec.decode(block, dtype, source=source, between=region)[0])
+def _buckets(count: int) -> list[slice]:
+    return [slice(first, min(first + BUCKET_PAIRS, count)) for first in range(0, count, BUCKET_PAIRS)]
 
 
 def _select_globally(
     region: Sparse, state: OkTopkState, k: int, cap: int, rethreshold: bool, sweep: Tensor | None, comm: Comm
 ) -> tuple[Sparse, list[int]]:
-    """Return what this owner keeps, and how many each owner keeps.
+    """Return the pairs that this owner keeps, and how many each owner keeps.
 
     The global threshold is exact every tau' steps and reused while the count it gives, which all ranks know, is in the
     band.
@@ -202,17 +163,18 @@ def _select_globally(
     score = state.ranking.score(region.value, region.index).float()
     turns_first_(score, k // comm.size, state.step)
     swept_first_(score, region.index, sweep)
+    is_dense = k >= state.numel  # a threshold would only leave something out
     if rethreshold:
-        state.global_threshold = _exact_global_threshold(score, state, k, comm)
+        state.global_threshold = 0.0 if is_dense else kth_largest_of_all(score, k, comm)
     kept, sizes = _keep(region, score, state, comm)
     if not rethreshold and not in_band(sum(sizes), k):
-        state.global_threshold = 0.0 if k >= state.numel else kth_largest_by_sketch(score, k, comm)
+        state.global_threshold = 0.0 if is_dense else kth_largest_by_sketch(score, k, comm)
         kept, sizes = _keep(region, score, state, comm)
     return (kept, sizes) if sum(sizes) <= cap else _cap_largest(region, score, cap, state, comm)
 
 
 def _cap_largest(region: Sparse, score: Tensor, cap: int, state: OkTopkState, comm: Comm) -> tuple[Sparse, list[int]]:
-    """Return what this owner keeps, and how many each does, of the `cap` largest of all.
+    """Return the pairs that this owner keeps, and how many each does, of the `cap` largest of all.
 
     Of those that equal the last one, others have their turn in every step; they lie in the order of the owners.
     """
@@ -220,7 +182,7 @@ def _cap_largest(region: Sparse, score: Tensor, cap: int, state: OkTopkState, co
     above, equal = score > least, (score == least).nonzero().view(-1)
     told = comm.all_gather(torch.tensor([int(above.sum()), len(equal)], device=score.device)).tolist()
     lengths = state.cuts.diff().tolist()
-    larger, ties = (_checked(list(each), lengths) for each in zip(*told, strict=True))
+    larger, ties = (check_counts(list(each), lengths) for each in zip(*told, strict=True))
     ends = list(accumulate(ties, initial=0))
     chosen = in_turn(torch.arange(ends[-1]), cap - sum(larger), state.step)
     low, high = ends[comm.rank : comm.rank + 2]
@@ -229,15 +191,10 @@ def _cap_largest(region: Sparse, score: Tensor, cap: int, state: OkTopkState, co
     return region[above], [one + other for one, other in zip(larger, tied, strict=True)]
 
 
-def _exact_global_threshold(score: Tensor, state: OkTopkState, k: int, comm: Comm) -> float:
-    """Return the k-th largest score of all owners; 0 at density 1, where a threshold would only leave something out."""
-    return 0.0 if k >= state.numel else kth_largest_of_all(score, k, comm)
-
-
 def _keep(region: Sparse, score: Tensor, state: OkTopkState, comm: Comm) -> tuple[Sparse, list[int]]:
     kept = region[score >= state.global_threshold]
     sizes = comm.all_gather(torch.tensor([kept.nnz], device=score.device)).view(-1).tolist()
-    return kept, _checked(sizes, state.cuts.diff().tolist())
+    return kept, check_counts(sizes, state.cuts.diff().tolist())
 
 
 @dataclass(frozen=True)

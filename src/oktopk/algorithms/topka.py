@@ -3,19 +3,12 @@
 2k(P-1) words a rank, which grows with P: beyond a few ranks the gather is what Ok-Topk was made to avoid.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
-from oktopk.codec import Codec
+from oktopk.algorithms.base import Reduced, Sparsifier, State
+from oktopk.comm.base import Comm
 from oktopk.selection import top_k
 from oktopk.sparse import Sparse, merge
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
 
 
 class TopkA(Sparsifier):
@@ -23,7 +16,7 @@ class TopkA(Sparsifier):
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of all ranks' top k, up to P k nonzeros."""
-        k, codec = num_wanted(state, self.density), Codec(state.numel, self.wire)
+        k, codec = self.plan(state.numel)
         with comm.phase("select"):
             taken = top_k(acc.abs(), k)
         with comm.phase("pack"):

@@ -5,23 +5,17 @@ pairs or, where the pairs would cost more, as the dense block. No global selecti
 4k(P-1)/P words a rank where the lists coincide, up to (2k + n)(P-1)/P where they do not.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import Reduced, Sparsifier, State, num_wanted
+from oktopk.algorithms.base import Reduced, Sparsifier, State
 from oktopk.codec import Codec, join_errors, leftover
 from oktopk.codec.values import num_words, read, write_
+from oktopk.comm.base import Comm
 from oktopk.errors import MalformedError
 from oktopk.partition import even_cuts
-from oktopk.selection import top_k
+from oktopk.selection import num_selected, top_k
 from oktopk.sparse import Sparse, merge
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
 
 
 class TopkDSA(Sparsifier):
@@ -29,7 +23,7 @@ class TopkDSA(Sparsifier):
 
     def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
         """Return the sum of all ranks' top k, up to P k nonzeros."""
-        k, cuts = num_wanted(state, self.density), even_cuts(state.numel, comm.size)
+        k, cuts = num_selected(state.numel, self.density), even_cuts(state.numel, comm.size)
         codecs = [Codec(length, self.wire) for length in cuts.diff().tolist()]
         mine = codecs[comm.rank]
         with comm.phase("select"):
@@ -47,10 +41,10 @@ class TopkDSA(Sparsifier):
             gathered = comm.all_to_all_v([block] * comm.size, most=most)
         with comm.phase("apply"):
             regions = [
-                _decode_region(codec, block, acc.dtype, owner)
-                for owner, (codec, block) in enumerate(zip(codecs, gathered, strict=True))
+                _decode_region(codec, block, acc.dtype, owner).shift(low, state.numel)
+                for owner, (codec, block, low) in enumerate(zip(codecs, gathered, cuts[:-1].tolist(), strict=True))
             ]
-            total = Sparse.concat(regions)
+            total = Sparse.join(regions)
         state.step += 1
         error = join_errors(each for _, each in encoded)
         returned = tuple(part.shift(int(cuts[comm.rank]), state.numel) for part in lost)

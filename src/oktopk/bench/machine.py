@@ -1,7 +1,5 @@
 """The machine that a benchmark runs on: its cores, its processor, and where a result comes from."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

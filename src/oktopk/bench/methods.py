@@ -1,10 +1,7 @@
 """The methods of exchange by name: ours, and their rivals. docs/bench.md describes each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,45 +31,39 @@ class Ours:
 
     algorithm: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    has_density: bool = True  # or it has the class's default
 
-    def make(self, density: float) -> Algorithm:
+    def make(self, density: float | None) -> Algorithm:
         """Return the algorithm for this density."""
-        return make_algorithm(self.algorithm, density=density, **self.settings)
+        return make_algorithm(self.algorithm, **({"density": density} if self.has_density else {}), **self.settings)
 
 
 Method = AllReduce | PowerSgd | Ours
 
-PLAIN: Mapping[str, Any] = MappingProxyType({"wire": "fp32", "ranking": "magnitude"})
+PLAIN = {"wire": "fp32", "ranking": "magnitude"}
 """Settings of Ok-Topk unless a method has others: those of the paper, not the library's defaults."""
 
 _NARROW = {f"oktopk-{wire}": Ours("oktopk", {**PLAIN, "wire": wire}) for wire in WIRES if wire != "fp32"}
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "dense": AllReduce(torch.float32),
-        "bf16": AllReduce(torch.bfloat16),
-        "fp16": AllReduce(torch.float16),
-        **{f"powersgd-{rank}": PowerSgd(rank) for rank in (1, 2, 4)},
-        **{name: Ours(name) for name in ("topka", "topkdsa", "gtopk", "gaussiank")},
-        "oktopk-paper": Ours("oktopk_paper", PLAIN),
-        "oktopk": Ours("oktopk", PLAIN),
-        **_NARROW,
-    }
-)
-
-DENSE = "dense"
-BF16 = "bf16"
-DEFAULT = "default"
-
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        DEFAULT: tuple(name for name in METHODS if name in (DENSE, BF16, "topka", "oktopk", *_NARROW)),
-        "all": tuple(METHODS),
-        "rivals": tuple(name for name, method in METHODS.items() if not isinstance(method, Ours)),
-        "baselines": ("topka", "topkdsa", "gtopk", "gaussiank"),
-        "ours": tuple(name for name in METHODS if name.startswith("oktopk")),
-    }
-)
+METHODS: dict[str, Method] = {
+    "dense": AllReduce(torch.float32),
+    "bf16": AllReduce(torch.bfloat16),
+    "fp16": AllReduce(torch.float16),
+    **{f"powersgd-{rank}": PowerSgd(rank) for rank in (1, 2, 4)},
+    **{name: Ours(name) for name in ("topka", "topkdsa", "gtopk", "gaussiank")},
+    "oktopk-paper": Ours("oktopk_paper", PLAIN),
+    "oktopk": Ours("oktopk", PLAIN),
+    "oktopk-default": Ours("oktopk", has_density=False),  # OkTopk(), as `attach` runs it
+    **_NARROW,
+}
+DENSE, BF16, DEFAULT = "dense", "bf16", "default"
+GROUPS = {
+    DEFAULT: (DENSE, BF16, "topka", "oktopk-default", "oktopk", *_NARROW),
+    "all": tuple(METHODS),
+    "rivals": tuple(name for name, method in METHODS.items() if not isinstance(method, Ours)),
+    "baselines": ("topka", "topkdsa", "gtopk", "gaussiank"),
+    "ours": tuple(name for name in METHODS if name.startswith("oktopk")),
+}
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -99,8 +90,5 @@ class Entry:
 
 def entries_of(methods: Sequence[str], densities: Sequence[float]) -> list[Entry]:
     """Return an entry for each method, and for each density if the method has one."""
-    return [
-        Entry(name, density)
-        for name in methods
-        for density in (densities if isinstance(METHODS[name], Ours) else (None,))
-    ]
+    have = [name for name, method in METHODS.items() if isinstance(method, Ours) and method.has_density]
+    return [Entry(name, density) for name in methods for density in (densities if name in have else (None,))]

@@ -1,15 +1,13 @@
-"""The models whose steps are timed: three by name, and any other by module:factory."""
+"""The gradients and models that are timed: three models by name, and any other by module:factory."""
 
-from __future__ import annotations
-
-import importlib
+import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +18,18 @@ CONTRACT = (
     "and loss(output, targets) -> scalar tensor"
 )
 WIDE_LAYERS, WIDE_WIDTH = 3, 3000
+POOL = 3
+"""Number of gradients made in advance and used in turn, because making one must not be timed."""
+
+
+def make_pool(numel: int) -> list[Tensor]:
+    """Return `POOL` gradients, different on every rank."""
+    return [heavy_tailed(numel, seed=100 * dist.get_rank() + i) for i in range(POOL)]
+
+
+def heavy_tailed(numel: int, seed: int, device: str = "cpu") -> Tensor:
+    """Return a gradient of which few elements carry most of the mass."""
+    return torch.randn(numel, generator=torch.Generator(device).manual_seed(seed), device=device).pow_(3)
 
 
 @dataclass(frozen=True)
@@ -50,24 +60,16 @@ def wide() -> tuple[nn.Module, Callable[[int, int], tuple[Tensor, Tensor]], Call
     return nn.Sequential(*layers[:-1]), batch, F.mse_loss
 
 
-def _lstman4() -> Any:
-    from oktopk.train.models.synthetic import lstman4
-
-    return lstman4()
-
-
-def _an4_small() -> Any:
-    from oktopk.train.models.synthetic import an4_small
-
-    return an4_small()
-
-
-MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"lstman4": _lstman4, "an4-small": _an4_small, "wide": wide})
+MODELS = {
+    "lstman4": "oktopk.train.models.synthetic:lstman4",
+    "an4-small": "oktopk.train.models.synthetic:an4_small",
+    "wide": f"{__name__}:wide",
+}
 
 
 def load_model(name: str) -> Model:
     """Return a new model, one of `MODELS` or module:factory, with the same weights each time if torch draws them."""
-    factory = MODELS.get(name) or _find(name)
+    factory = _find(MODELS.get(name, name))
     torch.manual_seed(0)
     made = factory()
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
@@ -86,20 +88,18 @@ def check_model(name: str, batch: int) -> int:
     except Exception as error:  # a user's model may raise anything
         raise SettingError(f"a step of {name} failed: {type(error).__name__}: {error}; {CONTRACT}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise SettingError(
-            f"the loss of {name} is {_kind(loss)}, not a scalar tensor to call backward() on; {CONTRACT}"
-        )
+        wanted = "a scalar tensor to call backward() on"
+        raise SettingError(f"the loss of {name} is {_kind(loss)}, not {wanted}; {CONTRACT}")
     return sum(parameter.numel() for parameter in model.net.parameters() if parameter.requires_grad)
 
 
 def _find(name: str) -> Callable[[], Any]:
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         one_of("model (or module:factory)", name, MODELS)
     if "" not in sys.path:
         sys.path.insert(0, "")  # python -m finds a module in the current folder, too
     try:
-        factory = getattr(importlib.import_module(module), attribute)
+        factory = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingError(f"cannot find the model {name}: {error}; {CONTRACT}") from error
     if not callable(factory):

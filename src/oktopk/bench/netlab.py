@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from oktopk.errors import SettingError
+from oktopk.errors import SettingError, within
 
 BURST_S = 0.0003
 """Seconds of link time that an idle link may save up."""
@@ -35,7 +36,8 @@ CLONE_NEWNET = 0x40000000
 LAST_WORDS = 4000
 SWITCH = Path(__file__).with_name("switch.py")
 
-_CLEAN = """cat > /dev/null
+_CLEAN = """exec > /dev/null 2>&1
+cat
 for name in "$@"; do ip netns pids "$name" | xargs -r kill -9; done
 for name in "$@"; do ip netns delete "$name"; done"""
 
@@ -75,65 +77,77 @@ class Lab:
     """
 
     def __init__(self, hosts: int, mbit: float = 0.0, delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        _check_settings(hosts, mbit, delay_ms, loss)
+        within("hosts", hosts, 1)
+        for name, value, limit in (("mbit", mbit, math.inf), ("delay_ms", delay_ms, math.inf), ("loss", loss, 1)):
+            if not 0 <= value < limit:
+                raise SettingError(f"{name} must be at least 0 and less than {limit:g}, not {value:g}")
         check_possible()
         prefix = f"oklab{os.getpid()}"
         self.switch = f"{prefix}-switch"
         self.hosts = [Host(f"{prefix}-{i}", f"10.77.{i // 250}.{i % 250 + 1}") for i in range(hosts)]
         self.mbit, self.delay_ms, self.loss = mbit, delay_ms, loss
-        self._janitor: subprocess.Popen[bytes] | None = None
-        self._switch_process: _SwitchProcess | None = None
+        self._switch_process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Lab:
         # The janitor cleans up when its standard input ends: at the end of the block, or with this process.
-        names = [host.name for host in self.hosts] + [self.switch]
-        self._janitor = subprocess.Popen(
-            ["sh", "-c", _CLEAN, "janitor", *names],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            self._build()
-        except BaseException:
-            self.__exit__()
-            raise
+        command = ["sh", "-c", _CLEAN, "janitor", *(host.name for host in self.hosts), self.switch]
+        with ExitStack() as cleaning:
+            janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            cleaning.callback(janitor.communicate)
+            self._build(cleaning)
+            self._cleaning = cleaning.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._janitor is not None
-        self._janitor.communicate()
-        if self._switch_process:
-            self._switch_process.close()
+        self._cleaning.close()
 
     def check(self) -> None:
         """Raise a `LabError` if the switch has ended."""
-        if self._switch_process:
-            self._switch_process.check()
+        if self._switch_process and self._switch_process.poll() is not None:
+            self._switch_words.seek(0)
+            words = self._switch_words.read().decode(errors="replace")[-LAST_WORDS:]
+            raise LabError(f"the switch ended with {self._switch_process.returncode}\n{words}".rstrip())
 
-    def _build(self) -> None:
-        _ip("netns", "add", self.switch)
+    def _build(self, cleaning: ExitStack) -> None:
+        _run(f"ip netns add {self.switch}")
         ports = [f"p{i}" for i in range(len(self.hosts))]
         for host, port in zip(self.hosts, ports, strict=True):
             self._link(host, port)
         if self.delay_ms or self.loss:
-            self._switch_process = _SwitchProcess(self.switch, ports, self.delay_ms, self.loss)
-            self._switch_process.wait_until_ready()
+            self._start_switch(ports, cleaning)
             return
-        _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self.switch, "link", "set", "bridge", "up")
+        _run(f"ip -n {self.switch} link add bridge type bridge")
+        _run(f"ip -n {self.switch} link set bridge up")
         for port in ports:
-            _ip("-n", self.switch, "link", "set", port, "master", "bridge")
+            _run(f"ip -n {self.switch} link set {port} master bridge")
+
+    def _start_switch(self, ports: Sequence[str], cleaning: ExitStack) -> None:
+        """Start the process that forwards frames, in the switch's namespace, so that the janitor ends it, too."""
+        # Isolated from the modules beside it, and without site, so that it starts sooner.
+        python = [sys.executable, "-I", "-S", str(SWITCH), str(self.delay_ms / 1000), str(self.loss), *ports]
+        self._switch_words = cleaning.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._switch_process = process = subprocess.Popen(
+            ["ip", "netns", "exec", self.switch, *python],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._switch_words,
+            start_new_session=True,  # Ctrl-C goes to the ranks
+        )
+        cleaning.callback(process.communicate)
+        cleaning.callback(process.kill)
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            process.wait()
+            self.check()
 
     def _link(self, host: Host, port: str) -> None:
-        _ip("netns", "add", host.name)
-        _ip("link", "add", DEVICE, "netns", host.name, "type", "veth", "peer", "name", port, "netns", self.switch)
-        _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", DEVICE)
+        _run(f"ip netns add {host.name}")
+        _run(f"ip link add {DEVICE} netns {host.name} type veth peer name {port} netns {self.switch}")
+        _run(f"ip -n {host.name} address add {host.address}/16 dev {DEVICE}")
         for namespace, device in ((self.switch, port), (host.name, "lo"), (host.name, DEVICE)):
-            _ip("-n", namespace, "link", "set", device, "up")
+            _run(f"ip -n {namespace} link set {device} up")
         if self.loss:  # each frame is one packet, so that a loss is never a burst
-            _ip("-n", host.name, "link", "set", DEVICE, "gso_max_segs", "1")
+            _run(f"ip -n {host.name} link set {DEVICE} gso_max_segs 1")
         if self.mbit:
             self._shape(host.name, DEVICE)  # the bytes that the host sends
             self._shape(self.switch, port)  # and those that it receives
@@ -144,53 +158,9 @@ class Lab:
         queue = int(burst + bytes_per_s * QUEUE_S)
         largest = int(burst * GSO_SHARE)
         if largest < GSO_BYTES:  # the kernel would cut a larger frame into packets
-            _ip("-n", namespace, "link", "set", device, "gso_max_size", str(largest))
-        shape = ["rate", f"{round(self.mbit * 1000)}kbit", "burst", str(burst), "limit", str(queue)]
-        _checked(["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape])
-
-
-class _SwitchProcess:
-    """The process that forwards frames, in the switch's namespace, so that the janitor ends it."""
-
-    def __init__(self, namespace: str, ports: Sequence[str], delay_ms: float, loss: float) -> None:
-        # Isolated from the modules beside it, and without site, so that it starts sooner.
-        python = [sys.executable, "-I", "-S", str(SWITCH), str(delay_ms / 1000), str(loss)]
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (it ends with the process)
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *python, *ports],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            start_new_session=True,  # Ctrl-C goes to the ranks
-        )
-
-    def wait_until_ready(self) -> None:
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            self._process.wait()
-            self.check()
-
-    def check(self) -> None:
-        if self._process.poll() is not None:
-            self._words.seek(0)
-            words = self._words.read().decode(errors="replace")[-LAST_WORDS:]
-            raise LabError(f"the switch ended with {self._process.returncode}\n{words}".rstrip())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._words.close()
-
-
-def _check_settings(hosts: int, mbit: float, delay_ms: float, loss: float) -> None:
-    if hosts < 1:
-        raise SettingError(f"a laboratory has one host or more, not {hosts}")
-    if not 0 <= mbit < math.inf:
-        raise SettingError(f"mbit is the speed of a link, 0 for an unlimited one: not {mbit:g}")
-    if not 0 <= delay_ms < math.inf:
-        raise SettingError(f"delay_ms is the time of a packet from host to host, 0 or more: not {delay_ms:g}")
-    if not 0 <= loss < 1:
-        raise SettingError(f"loss is the share of packets that get lost, at least 0 and less than 1: not {loss:g}")
+            _run(f"ip -n {namespace} link set {device} gso_max_size {largest}")
+        shape = f"rate {round(self.mbit * 1000)}kbit burst {burst} limit {queue}"
+        _run(f"tc -n {namespace} qdisc add dev {device} root tbf {shape}")
 
 
 def check_possible() -> None:
@@ -202,11 +172,7 @@ def check_possible() -> None:
         raise LabError("the laboratory makes network namespaces, which only root may: use sudo")
 
 
-def _ip(*argv: str) -> None:
-    _checked(["ip", *argv])
-
-
-def _checked(argv: list[str]) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LabError(f"{' '.join(argv)}: {done.stderr.strip()}")
+        raise LabError(f"{command}: {done.stderr.strip()}")

@@ -1,26 +1,27 @@
-"""The probe: the seconds of a call, of a word and of the computing, each measured by itself.
+"""The probe: the seconds of a call, of a word and of the computing, and the seconds that they predict for an exchange.
 
 No figure of it is taken from the exchange that it predicts. Calls have other sizes, and computing is timed between the
 messages of half the gradient, on all ranks at once because they share the cores.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from oktopk.algorithms import Algorithm
-from oktopk.bench.gradients import make_pool
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
+from oktopk.bench.models import make_pool
+from oktopk.bench.processes import Setting
 from oktopk.codec import WORD_BYTES
-from oktopk.comm import Comm, ProcessGroupComm
-from oktopk.comm.base import Collectives, Pending
-from oktopk.cost import ring_words
+from oktopk.comm import Comm, Pending, ProcessGroupComm
+from oktopk.cost import Call, Cost, Machine, exactly, predict, ring_words
 from oktopk.reducer import Reducer
 from oktopk.selection import num_selected
 
@@ -36,20 +37,75 @@ BIG_CALLS = 3
 WARM_UP = 2
 REDUCTIONS = 5
 
+MakeCall = Callable[[int], Callable[[], object]]  # from words a peer, or elements of a sum; it allocates the tensors
+
 Times = dict[str, Any]
 """Times of one rank: small and big (seconds of each call, by collective), words (of a big call), computing (by entry:
 the stretches of each round in seconds, or None if the method cannot be timed apart)."""
 
 
-def probe_rank(numel: int, entries: Sequence[Entry]) -> Times:
-    """Return this rank's times."""
-    calls = {call.name: call for call in _calls(numel, entries, ProcessGroupComm())}
+def predict_seconds(probed: dict[str, Any], entry: Entry, numel: int, size: int) -> float | None:
+    """Return the seconds of one exchange of `numel` elements on `size` ranks; None without a model."""
+    cost = cost_of(entry, numel, size)
+    if cost is None:
+        return None
+    machine = Machine(alpha_s=probed["alpha_s"], beta_s=probed["beta_s_per_word"])
+    computing = {(row["method"], row["density"]): row["seconds"] for row in probed["computing_s_per_element"]}
+    return machine.seconds(cost, numel * computing[entry.method, entry.density])
+
+
+def cost_of(entry: Entry, numel: int, size: int) -> Cost | None:
+    """Return the cost of an exchange on the busiest rank; None if the method has no model."""
+    method = METHODS[entry.method]
+    if isinstance(method, Ours):
+        algorithm = method.make(entry.density)
+        return max((predict(algorithm, numel, size, rank) for rank in range(size)), key=lambda cost: cost.typical)
+    if isinstance(method, AllReduce):
+        words = ring_words(numel, size) * method.dtype.itemsize // WORD_BYTES
+        return exactly(words, 2 * (size - 1), Call(_sum_name(method.dtype), words))
+    return None
+
+
+def probe_setting(numel: int, entries: Sequence[Entry], setting: Setting) -> dict[str, Any]:
+    """Return the figures of a setting's machine, from a probe on each of its ranks."""
+    with Console(stderr=True).status(f"{setting}: probe"):
+        return figures_of(setting.run(_probe_rank, numel, entries), entries, numel)
+
+
+def figures_of(ranks: Sequence[Times], entries: Sequence[Entry], numel: int) -> dict[str, Any]:
+    """Return the figures of the ranks' probes: the slowest rank's time of each call and each stretch counts."""
+
+    def typical(kind: str, name: str) -> float:
+        return float(median(max(calls) for calls in zip(*(rank[kind][name] for rank in ranks), strict=True)))
+
+    words, computing = ranks[0]["words"], []
+    alpha_s = {name: typical("small", name) for name in words}
+    for i, entry in enumerate(entries):
+        rounds = [rank["computing"][i] for rank in ranks]
+        seconds = None if rounds[0] is None else _critical_path(rounds) / computing_numel(numel)
+        computing.append({"method": entry.method, "density": entry.density, "seconds": seconds})
     return {
-        "small": {name: [_seconds(call.small) for _ in range(SMALL_CALLS)] for name, call in calls.items()},
-        "big": {name: [_seconds(call.big) for _ in range(1 + BIG_CALLS)][1:] for name, call in calls.items()},
-        "words": {name: call.words for name, call in calls.items()},
-        "computing": [_computing(entry, computing_numel(numel)) for entry in entries],
+        "alpha_s": alpha_s,
+        "beta_s_per_word": {name: max(0.0, typical("big", name) - alpha_s[name]) / words[name] for name in words},
+        "computing_s_per_element": computing,
     }
+
+
+def _critical_path(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the sum over stretches of the slowest rank's seconds, each the median of the rounds."""
+    slowest = [list(map(max, zip_longest(*stretches, fillvalue=0.0))) for stretches in zip(*ranks, strict=True)]
+    return float(sum(map(median, zip_longest(*slowest, fillvalue=0.0))))
+
+
+def _probe_rank(numel: int, entries: Sequence[Entry]) -> Times:
+    """Return this rank's times."""
+    times: Times = {"small": {}, "big": {}, "words": {}}
+    for name, make_call, size, words in _collectives(numel, entries, ProcessGroupComm()):
+        small, big = make_call(1), make_call(size)
+        times["small"][name] = [_seconds(small) for _ in range(SMALL_CALLS)]
+        times["big"][name] = [_seconds(big) for _ in range(1 + BIG_CALLS)][1:]
+        times["words"][name] = words
+    return {**times, "computing": [_computing(entry, computing_numel(numel)) for entry in entries]}
 
 
 def computing_numel(numel: int) -> int:
@@ -57,62 +113,36 @@ def computing_numel(numel: int) -> int:
     return max(numel // SHARE, min(numel, LEAST_NUMEL))
 
 
-def sum_name(dtype: torch.dtype) -> str:
-    """Return the name of an all_reduce in this type.
-
-    >>> sum_name(torch.float32), sum_name(torch.bfloat16)
-    ('all_reduce', 'all_reduce bfloat16')
-    """
-    return "all_reduce" if dtype == torch.float32 else f"all_reduce {str(dtype).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A collective: a call of one word a peer, a large call, and the words that the large one sends."""
-
-    name: str
-    small: Callable[[], object]
-    big: Callable[[], object]
-    words: int
-
-
-def _calls(numel: int, entries: Sequence[Entry], comm: Comm) -> Iterable[_Call]:
-    """Yield the collectives of sparse pairs, and the all_reduce of each dtype."""
+def _collectives(numel: int, entries: Sequence[Entry], comm: Comm) -> list[tuple[str, MakeCall, int, int]]:
+    """Return the name of each collective, its calls, the size of a large one, and the words that this one sends."""
     densities = [entry.density for entry in entries if entry.density is not None]
     words = max(LEAST_NUMEL, num_selected(numel, max(densities)) if densities else 0) // 2
-    for name, call in _pair_calls(comm).items():
-        yield _Call(name, call(1), call(words), words * (1 if name == "sendrecv" else comm.size - 1))
+    zeros, size = partial(torch.zeros, dtype=torch.int32), comm.size
+
+    def send_on(block: torch.Tensor) -> None:
+        comm.sendrecv(block, (comm.rank + 1) % size, (comm.rank - 1) % size, len(block)).wait()
+
+    def make_sum(dtype: torch.dtype, n: int) -> Callable[[], object]:
+        return partial(comm.all_reduce, torch.zeros(n, dtype=dtype))
+
+    pairs: dict[str, MakeCall] = {
+        "all_gather": lambda n: partial(comm.all_gather, zeros(n)),
+        "all_to_all_single": lambda n: partial(comm.all_to_all_single, zeros(n * size), [n] * size, [n] * size),
+        "all_to_all": lambda n: partial(comm.all_to_all, zeros(size, n)),
+        "sendrecv": lambda n: partial(send_on, zeros(n)),
+    }
+    found = [(name, call, words, words * (1 if name == "sendrecv" else size - 1)) for name, call in pairs.items()]
     methods = [METHODS[entry.method] for entry in entries]
     dtypes = {torch.float32, *(method.dtype for method in methods if isinstance(method, AllReduce))}
-    yield from (_sum_call(max(numel // SUM_SHARE, LEAST_NUMEL), dtype, comm) for dtype in sorted(dtypes, key=str))
+    numel = max(numel // SUM_SHARE, LEAST_NUMEL)
+    for dtype in sorted(dtypes, key=str):
+        words = ring_words(numel, size) * dtype.itemsize // WORD_BYTES
+        found.append((_sum_name(dtype), partial(make_sum, dtype), numel, words))
+    return found
 
 
-def _pair_calls(comm: Comm) -> dict[str, Callable[[int], Callable[[], object]]]:
-    """Return for each collective a function from words a peer to the call."""
-
-    def gather(words: int) -> Callable[[], object]:
-        block = torch.zeros(words, dtype=torch.int32)
-        return lambda: comm.all_gather(block)
-
-    def to_all_single(words: int) -> Callable[[], object]:
-        blocks, counts = torch.zeros(words * comm.size, dtype=torch.int32), [words] * comm.size
-        return lambda: comm.all_to_all_single(blocks, counts, counts)
-
-    def to_all(words: int) -> Callable[[], object]:
-        blocks = torch.zeros(comm.size, words, dtype=torch.int32)
-        return lambda: comm.all_to_all(blocks)
-
-    def sendrecv(words: int) -> Callable[[], object]:
-        block, to, source = torch.zeros(words, dtype=torch.int32), comm.rank + 1, comm.rank - 1
-        return lambda: comm.sendrecv(block, to % comm.size, source % comm.size, words).wait()
-
-    return {"all_gather": gather, "all_to_all_single": to_all_single, "all_to_all": to_all, "sendrecv": sendrecv}
-
-
-def _sum_call(numel: int, dtype: torch.dtype, comm: Comm) -> _Call:
-    few, many = torch.zeros(1, dtype=dtype), torch.zeros(numel, dtype=dtype)
-    words = ring_words(numel, comm.size) * dtype.itemsize // WORD_BYTES
-    return _Call(sum_name(dtype), lambda: comm.all_reduce(few), lambda: comm.all_reduce(many), words)
+def _sum_name(dtype: torch.dtype) -> str:
+    return "all_reduce" if dtype == torch.float32 else f"all_reduce {str(dtype).removeprefix('torch.')}"
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -123,16 +153,20 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _computing(entry: Entry, numel: int) -> list[list[float]] | None:
+    """Return for each round the stretches of a reduction, or of a cast and the cast back; None for PowerSGD."""
     method = METHODS[entry.method]
     if isinstance(method, Ours):
-        assert entry.density is not None
         return _reduction_stretches(method.make(entry.density), numel)
-    return _cast_stretches(method.dtype, numel) if isinstance(method, AllReduce) else None
+    if not isinstance(method, AllReduce):
+        return None
+    grad, narrow = torch.zeros(numel), torch.zeros(numel, dtype=method.dtype)
+    casts = () if method.dtype == grad.dtype else (lambda: narrow.copy_(grad), lambda: grad.copy_(narrow))
+    return [[_seconds(cast) for cast in casts] for _ in range(1 + REDUCTIONS)][1:]
 
 
 def _reduction_stretches(algorithm: Algorithm, numel: int) -> list[list[float]]:
     """Return for each round the seconds that a rank computes before, between and after its messages."""
-    stopwatch, pool, out = Stopwatch(ProcessGroupComm()), make_pool(numel), torch.zeros(numel)
+    stopwatch, pool, out = _Stopwatch(ProcessGroupComm()), make_pool(numel), torch.zeros(numel)
     reducer, rounds = Reducer(algorithm, stopwatch), []
     for number in range(WARM_UP + REDUCTIONS):
         dist.barrier()
@@ -142,21 +176,12 @@ def _reduction_stretches(algorithm: Algorithm, numel: int) -> list[list[float]]:
     return rounds[WARM_UP:]
 
 
-def _cast_stretches(dtype: torch.dtype, numel: int) -> list[list[float]]:
-    """Return the seconds of a cast and of the cast back; zero if `dtype` is the gradient's."""
-    grad, narrow = torch.zeros(numel), torch.zeros(numel, dtype=dtype)
-    if dtype == grad.dtype:
-        return [[0.0]] * REDUCTIONS
-    casts = (lambda: narrow.copy_(grad), lambda: grad.copy_(narrow))
-    return [[_seconds(cast) for cast in casts] for _ in range(1 + REDUCTIONS)][1:]
-
-
 def _paused(name: str) -> Any:
     """Return the method that calls `name` of the wrapped comm while the stopwatch is stopped."""
     return lambda self, *args: self.paused(lambda: getattr(self.comm, name)(*args))
 
 
-class Stopwatch(Collectives):
+class _Stopwatch(Comm):
     """A comm that hands every call to another one and notes how long the rank computed before it.
 
     All ranks call the same collectives in the same order, so that the n-th stretch is the same one everywhere. Waiting
@@ -168,7 +193,6 @@ class Stopwatch(Collectives):
         self.start()
 
     def start(self) -> None:
-        """Forget the stretches so far and start to compute."""
         self._stretches: list[float] = []
         self._since = time.perf_counter()
 
@@ -188,18 +212,8 @@ class Stopwatch(Collectives):
 
     def sendrecv(self, *args: Any) -> Pending:
         """Start the message, whose wait is in no stretch either."""
-        return _PausedWait(self, self.paused(lambda: self.comm.sendrecv(*args)))
+        pending = self.paused(lambda: self.comm.sendrecv(*args))
+        return Pending(lambda: self.paused(pending.wait))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks about the error."""
         self.comm.fail(error)
-
-
-@dataclass(frozen=True)
-class _PausedWait:
-    stopwatch: Stopwatch
-    pending: Pending
-
-    def wait(self) -> Any:
-        """Return the block that arrived."""
-        return self.stopwatch.paused(self.pending.wait)

@@ -1,11 +1,11 @@
-"""gloo processes on this machine, over the loopback or each on a host of its own."""
-
-from __future__ import annotations
+"""gloo processes on this machine, over the loopback or each on a host of its own, and the settings that name these."""
 
 import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -17,11 +17,60 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from oktopk.bench.machine import threads_for
-from oktopk.bench.netlab import Host, Lab
-from oktopk.errors import PeerError
+from oktopk.bench.netlab import Host, Lab, LabError, check_possible
+from oktopk.errors import PeerError, SettingError, within
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 DEADLINE_S = 900.0
+DEFAULT_MBIT = 1000.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """P ranks, and the network between them."""
+
+    ranks: int
+    mbit: float | None  # of each link (0: unlimited; None: the loopback, without a lab)
+    delay_ms: float = 0.0  # of a packet, one way
+
+    def __str__(self) -> str:
+        return f"P = {self.ranks}, {link_name(self.mbit)}" + (f", {self.delay_ms:g} ms away" if self.delay_ms else "")
+
+    def run(self, work: Callable[..., Any], *args: Any, show: Callable[[], None] = lambda: None) -> list[Any]:
+        """Return the result of `work(*args)` on each rank, and call `show()` once a second meanwhile."""
+        try:
+            return run_processes(work, self.ranks, *args, mbit=self.mbit, delay_ms=self.delay_ms, show=show)
+        except LabError as error:
+            raise SettingError(f"no network for {self}: {error}") from error
+
+
+Network = tuple[list[Setting], list[str]]
+
+
+def make_settings(ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float) -> Network:
+    """Return a setting for each number of ranks and each link, and notes for the user."""
+    within("--delay-ms", delay_ms, 0)
+    try:
+        check_possible()
+    except LabError as error:
+        wanted = [f"links of {link:g} Mbit/s" for link in mbit or () if link] + ["delay"] * (delay_ms > 0)
+        if wanted:
+            advice = "--mbit 0 alone measures over the loopback"
+            raise SettingError(f"wanted {', '.join(wanted)}, but {error}; {advice}") from None
+        note = f"over the loopback of this machine, and no bytes counted by an interface: {error}"
+        return [Setting(size, None) for size in ranks], [note]
+    return [Setting(size, link, delay_ms) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
+
+
+def link_name(mbit: float | None) -> str:
+    """Return the name of a link.
+
+    >>> link_name(1000), link_name(0), link_name(None)
+    ('1000 Mbit/s', 'unlimited link', 'loopback')
+    """
+    if mbit is None:
+        return "loopback"
+    return f"{mbit:g} Mbit/s" if mbit else "unlimited link"
 
 
 def run_processes(
@@ -31,58 +80,46 @@ def run_processes(
     mbit: float | None = None,
     delay_ms: float = 0.0,
     loss: float = 0.0,
+    show: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON.
 
-    With `mbit`, `delay_ms` or `loss` each process is a host of a `Lab`. Without, they use the loopback.
+    With `mbit`, `delay_ms` or `loss` each process is a host of a `Lab`. Without, they use the loopback. Meanwhile
+    `show()` is called once a second.
     """
-    if mbit is None and not delay_ms and not loss:
-        return _run(fn, size, args, None)
-    with Lab(size, mbit or 0.0, delay_ms, loss) as lab:
-        return _run(fn, size, args, lab)
-
-
-def _run(fn: Callable[..., Any], size: int, args: tuple[Any, ...], lab: Lab | None) -> list[Any]:
-    hosts = lab.hosts if lab else []
-    with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(_process, (size, folder, fn, args, hosts), nprocs=size, join=False)  # type: ignore[no-untyped-call]
+    shaped = mbit is not None or delay_ms or loss
+    with (
+        Lab(size, mbit or 0.0, delay_ms, loss) if shaped else nullcontext() as lab,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        arguments = (size, folder, fn, args, lab.hosts if lab else None)
+        context = start_processes(_process, arguments, nprocs=size, join=False)  # type: ignore[no-untyped-call]
         try:
-            _wait(context, lab)
+            _wait(context, lab, show)
         finally:
             for process in context.processes:
                 process.kill()
         return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
-def _wait(context: ProcessContext, lab: Lab | None) -> None:
+def _wait(context: ProcessContext, lab: Lab | None, show: Callable[[], None]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while not _ended(context):
-        if time.monotonic() > deadline:
-            raise PeerError(f"the ranks did not end within {DEADLINE_S:g} s: ask for fewer rounds, methods or elements")
-        if lab:
-            lab.check()
-
-
-def _ended(context: ProcessContext) -> bool:
     try:
-        return bool(context.join(timeout=1.0))
+        while not context.join(timeout=1.0):
+            show()
+            if lab:
+                lab.check()
+            if time.monotonic() > deadline:
+                advice = "ask for fewer rounds, methods or elements"
+                raise PeerError(f"the ranks did not end within {DEADLINE_S:g} s: {advice}")
     except ProcessExitedException as error:
         if error.signal_name != "SIGKILL":
             raise
-        raise PeerError(
-            f"rank {error.error_index} was killed, most likely for want of memory: "
-            "ask for fewer ranks, methods or elements"
-        ) from None
+        advice = "most likely for want of memory: ask for fewer ranks, methods or elements"
+        raise PeerError(f"rank {error.error_index} was killed, {advice}") from None
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, the least and the largest of the values."""
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def _process(
-    rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], hosts: list[Host]
-) -> None:
+def _process(rank: int, size: int, folder: str, fn: Callable[..., Any], args: Any, hosts: list[Host] | None) -> None:
     if hosts:
         hosts[rank].enter()
     torch.set_num_threads(threads_for(size))
@@ -93,3 +130,8 @@ def _process(
     finally:
         dist.destroy_process_group()
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(result))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the least and the largest of the values."""
+    return {"median": median(values), "min": min(values), "max": max(values)}

@@ -1,28 +1,32 @@
-"""The results as files: JSON with everything, CSV with a row for each method and setting, plots, and a page."""
-
-from __future__ import annotations
+"""The results as tables, and as files: JSON, CSV, plots over whatever was varied, and a page with all of it."""
 
 import csv
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from oktopk.bench.plot import draw, plots_of
-from oktopk.bench.settings import Setting, link_name
-from oktopk.bench.summary import Row
-from oktopk.bench.tables import cells_of, columns_of, split_of
+from oktopk.bench.processes import Setting, link_name
+from oktopk.bench.summary import series_of
 from oktopk.errors import SettingError
 
 JSON, CSV, PAGE = "results.json", "results.csv", "index.html"
 NEEDED = ("matplotlib", "jinja2")
+UNKNOWN = "n/a"
+COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
+PREDICTED = ("predicted ms", "error")
+PROBED = ("", "ms a call", "ns a word", "as Mbit/s", "computing, ns an element")
+SIZE_INCHES = (8, 5)
+DPI = 120
 
 
 def check_possible(folder: Path) -> None:
     """Raise, before anything is measured, if the folder cannot be made or a package is missing."""
     for module in NEEDED:
         if find_spec(module) is None:
-            raise SettingError(f"--out draws plots and writes a page with {module}: pip install 'oktopk[report]'")
+            raise SettingError(f"--out draws plots and writes a page with {module}: pip install 'oktopk[bench]'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -31,22 +35,25 @@ def check_possible(folder: Path) -> None:
 
 def write_json(result: dict[str, Any], folder: Path) -> None:
     """Write the results so far."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON).write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
     """Write everything into the folder."""
+    from jinja2 import Environment, PackageLoader
+
     write_json(result, folder)
     rows = [_csv_row(setting, row, result) for setting in result["settings"] for row in setting["rows"]]
     with (folder / CSV).open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    (folder / PAGE).write_text(_page(result, [draw(plot, folder) for plot in plots_of(result)]))
+    svgs = [draw(plot, folder) for plot in plots_of(result["settings"])]
+    page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True).get_template("page.html")
+    (folder / PAGE).write_text(page.render(result=result, tables=tables_of(result), svgs=svgs))
 
 
-def _csv_row(setting: dict[str, Any], row: Row, result: dict[str, Any]) -> dict[str, Any]:
+def _csv_row(setting: dict[str, Any], row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: result.get(name) for name in ("bench", "model", "numel")},
         "link": link_name(setting["mbit"]),
@@ -58,17 +65,136 @@ def _csv_row(setting: dict[str, Any], row: Row, result: dict[str, Any]) -> dict[
     }
 
 
-def _page(result: dict[str, Any], svgs: list[str]) -> str:
-    from jinja2 import Environment, PackageLoader
+def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a table for each setting: its title, its columns, the cells of its rows, and the lines below it."""
+    tables = []
+    for setting in result["settings"]:
+        where = Setting(setting["ranks"], setting["mbit"], setting["delay_ms"])
+        title = f"{where}, n = {result['numel']:,}, density {', '.join(map(str, result['densities']))}"
+        if result["bench"] == "probe":
+            tables.append({"title": title, "columns": PROBED, "rows": _probe_cells(setting["probe"]), "lines": []})
+            continue
+        rows = setting["rows"]
+        columns = COLUMNS + (PREDICTED if "predicted_s" in rows[0] else ())
+        lines = [_split(row) for row in rows] if result["bench"] == "step" else []
+        title += f", {setting['rounds']} round{'s' * (setting['rounds'] > 1)}"
+        tables.append({"title": title, "columns": columns, "rows": [_cells(row) for row in rows], "lines": lines})
+    return tables
 
-    page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True).get_template("page.html")
-    tables = [
-        {
-            "title": f"{Setting.of(setting)}, {setting['rounds']} rounds",
-            "columns": columns_of(setting),
-            "rows": [cells_of(row) for row in setting["rows"]],
-            "split": [split_of(row) for row in setting["rows"]] if result["bench"] == "step" else [],
-        }
-        for setting in result["settings"]
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    seconds = row["seconds"]
+    cells = [
+        row["name"],
+        f"{_ms(seconds['median'])} ({_ms(seconds['min'])}..{_ms(seconds['max'])})",
+        *(UNKNOWN if row[x] is None else f"{row[x]['median']:.2f}" for x in ("x_dense", "x_bf16")),
+        *(UNKNOWN if row[by] is None else f"{row[by] / 1e6:.3f}" for by in ("sent_bytes", "record_bytes")),
     ]
-    return page.render(result=result, tables=tables, svgs=svgs)
+    if "predicted_s" in row:
+        error = row["error_percent"]
+        cells += [_ms(row["predicted_s"]), UNKNOWN if error is None else f"{error:+.0f} %"]
+    return cells
+
+
+def _probe_cells(probe: dict[str, Any]) -> list[list[str]]:
+    """Return a row for each collective, and one for the computing of each method."""
+    rows = []
+    for name, alpha_s in probe["alpha_s"].items():
+        beta_s = probe["beta_s_per_word"][name]
+        rows.append([name, _ms(alpha_s), f"{1e9 * beta_s:.3g}", f"{32e-6 / beta_s:.0f}" if beta_s else UNKNOWN, ""])
+    for row in probe["computing_s_per_element"]:
+        seconds = UNKNOWN if row["seconds"] is None else f"{1e9 * row['seconds']:.3g}"
+        rows.append([f"{row['method']} {'' if row['density'] is None else row['density']}", "", "", "", seconds])
+    return rows
+
+
+def _split(row: dict[str, Any]) -> str:
+    """Return the split of a step's time on the slowest rank; the exchange overlaps backward."""
+    parts = {name: _ms(seconds) for name, seconds in row["parts_s"].items()}
+    text = f"{row['name']}: forward {parts.pop('forward')} ms, backward {parts.pop('backward')}"
+    if "wait" not in parts:
+        return text
+    waiting, phases = parts.pop("wait"), ", ".join(f"{name} {spent}" for name, spent in parts.items())
+    return f"{text}, {waiting} of it waiting for the exchange: {phases}"
+
+
+def _ms(seconds: float | None) -> str:
+    """Return seconds as milliseconds, to three figures or a whole number of them."""
+    if seconds is None:
+        return UNKNOWN
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot: `curves` has the median ms of each method, at `places`; `labels` names places without a scale."""
+
+    name: str
+    title: str
+    axis: str
+    places: Sequence[float]
+    curves: dict[str, list[float]]
+    labels: Sequence[str] = ()
+
+
+def plots_of(settings: Sequence[dict[str, Any]]) -> list[Plot]:
+    """Return a plot over links, ranks and densities, wherever more than one was measured."""
+    return [*_over_networks(settings), *_over_densities(settings)]
+
+
+def draw(plot: Plot, folder: Path) -> str:
+    """Write NAME.png and NAME.svg, and return the svg element."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=SIZE_INCHES, layout="constrained")
+    axes = figure.subplots()
+    colors = matplotlib.colormaps["tab10" if len(plot.curves) <= 10 else "tab20"]
+    for i, (name, ms) in enumerate(plot.curves.items()):
+        axes.plot(plot.places, ms, marker="o", color=colors(i), label=name)
+    axes.set_yscale("log")
+    if not plot.labels:
+        axes.set_xscale("log")
+    axes.set_xticks(plot.places, plot.labels or [f"{place:g}" for place in plot.places])
+    axes.set_xticks([], minor=True)
+    axes.set(title=plot.title, xlabel=plot.axis, ylabel="ms, median")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(folder / f"{plot.name}.png", dpi=DPI)
+    svg = folder / f"{plot.name}.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name}):
+        figure.savefig(svg, metadata={"Date": None})
+    text = svg.read_text()
+    return text[text.index("<svg") :]
+
+
+def _over_networks(settings: Sequence[dict[str, Any]]) -> Iterator[Plot]:
+    for over, where, chosen in series_of(settings):
+        if len(chosen) == 1:
+            continue
+        medians = [[1e3 * row["seconds"]["median"] for row in setting["rows"]] for setting in chosen]
+        names = [row["name"] for row in chosen[0]["rows"]]
+        curves = {name: list(ms) for name, ms in zip(names, zip(*medians, strict=True), strict=True)}
+        if over == "mbit":
+            name, labels = f"links-p{chosen[0]['ranks']}", [link_name(setting["mbit"]) for setting in chosen]
+            yield Plot(name, f"time over link speed, {where}", "link", range(len(chosen)), curves, labels)
+        else:
+            name, places = f"ranks-{_slug(chosen[0]['mbit'])}", [setting["ranks"] for setting in chosen]
+            yield Plot(name, f"time over ranks, {where}", "ranks", places, curves)
+
+
+def _over_densities(settings: Sequence[dict[str, Any]]) -> Iterator[Plot]:
+    """Yield a plot for each setting; the curve of a method without a density is level."""
+    densities = sorted({row["density"] for row in settings[0]["rows"]} - {None})
+    for setting in settings if len(densities) > 1 else ():
+        curves: dict[str, list[float]] = {}
+        for row in sorted(setting["rows"], key=lambda row: row["density"] or 0.0):
+            count = len(densities) if row["density"] is None else 1
+            curves.setdefault(row["method"], []).extend([1e3 * row["seconds"]["median"]] * count)
+        name = f"densities-p{setting['ranks']}-{_slug(setting['mbit'])}"
+        title = f"time over density, P = {setting['ranks']}, {link_name(setting['mbit'])}"
+        yield Plot(name, title, "density", densities, curves)
+
+
+def _slug(mbit: float | None) -> str:
+    """Return a link's name for a file."""
+    return f"{mbit:g}mbit" if mbit else link_name(mbit).split()[0]

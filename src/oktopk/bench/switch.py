@@ -9,8 +9,6 @@ Frames pass through packet sockets with the kernel's virtio_net_hdr before them.
 the cutting of frames of up to 64 kB, to the last device, as it would to a network card.
 """
 
-from __future__ import annotations
-
 import errno
 import random
 import select
@@ -18,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 SEED = 0
 BUFFER_BYTES = 64 << 20
@@ -41,44 +39,34 @@ TARGET = slice(HEADER_BYTES, HEADER_BYTES + 6)
 SOURCE = slice(HEADER_BYTES + 6, HEADER_BYTES + 12)
 
 
-class Switch:
-    """The ports, the addresses behind each, and the frames under way."""
-
-    def __init__(self, ports: Sequence[socket.socket], delay_s: float, is_lost: Callable[[], bool]) -> None:
-        self.ports = ports
-        self.delay_s = delay_s
-        self.is_lost = is_lost
-        self.port_of: dict[bytes, socket.socket] = {}
-        self.waiting: deque[tuple[float, socket.socket, bytes]] = deque()
-        self.buffer = memoryview(bytearray(LARGEST_BYTES))
-
-    def serve(self) -> None:
-        """Forward frames until the process is killed."""
-        while True:
-            wait_s = max(0.0, self.waiting[0][0] - time.monotonic()) if self.waiting else None
-            for port in select.select(self.ports, [], [], wait_s)[0]:
-                self._take(port)
-            self._release()
-
-    def _take(self, port: socket.socket) -> None:
-        due_s = time.monotonic() + self.delay_s
-        for _ in range(BATCH):
-            try:
-                num_bytes = port.recv_into(self.buffer)
-            except BlockingIOError:
-                return
-            frame = bytes(self.buffer[:num_bytes])
-            self.port_of[frame[SOURCE]] = port
-            if not self.is_lost():
-                self.waiting.append((due_s, port, frame))
-
-    def _release(self) -> None:
+def serve(ports: Sequence[socket.socket], delay_s: float, is_lost: Callable[[], bool]) -> None:
+    """Forward frames until the process is killed."""
+    port_of: dict[bytes, socket.socket] = {}  # by the address behind it
+    waiting: deque[tuple[float, socket.socket, bytes]] = deque()
+    buffer = memoryview(bytearray(LARGEST_BYTES))
+    while True:
+        wait_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for port in select.select(ports, [], [], wait_s)[0]:
+            due_s = time.monotonic() + delay_s
+            for frame in _frames(port, buffer):
+                port_of[frame[SOURCE]] = port
+                if not is_lost():
+                    waiting.append((due_s, port, frame))
         now_s = time.monotonic()
-        while self.waiting and self.waiting[0][0] <= now_s:
-            _, source, frame = self.waiting.popleft()
-            known = self.port_of.get(frame[TARGET])
-            for port in [known] if known else [port for port in self.ports if port is not source]:
+        while waiting and waiting[0][0] <= now_s:
+            _, source, frame = waiting.popleft()
+            known = port_of.get(frame[TARGET])
+            for port in [known] if known else [port for port in ports if port is not source]:
                 _send(port, frame)
+
+
+def _frames(port: socket.socket, buffer: memoryview) -> Iterator[bytes]:
+    for _ in range(BATCH):
+        try:
+            num_bytes = port.recv_into(buffer)
+        except BlockingIOError:
+            return
+        yield bytes(buffer[:num_bytes])
 
 
 def _send(port: socket.socket, frame: bytes) -> None:
@@ -101,14 +89,8 @@ def open_port(device: str) -> socket.socket:
     return port
 
 
-def main() -> None:
-    """Be the switch of the command line."""
-    delay_s, loss, devices = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    chance = random.Random(SEED)
-    switch = Switch([open_port(device) for device in devices], delay_s, lambda: chance.random() < loss)
-    print("ready", flush=True)
-    switch.serve()
-
-
 if __name__ == "__main__":
-    main()
+    chance, loss = random.Random(SEED), float(sys.argv[2])
+    opened = [open_port(device) for device in sys.argv[3:]]
+    print("ready", flush=True)
+    serve(opened, float(sys.argv[1]), lambda: chance.random() < loss)

@@ -1,7 +1,5 @@
 """Errors as the user sees them: what oktopk raises on purpose is one line; a traceback is for bugs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

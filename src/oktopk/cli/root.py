@@ -1,16 +1,12 @@
-"""`oktopk`: the root of the command line. Each command is imported when it is called, and no other is."""
+"""The commands as objects of typer. Each is imported when it is called, and no other is."""
 
-from __future__ import annotations
-
+import inspect
+import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
-
-import oktopk
-
-COMMANDS = ("train", "data", "bench", "report", "watch", "doctor", "worker")
+from typer.core import TyperCommand
 
 
 def load(name: str) -> Any:
@@ -22,73 +18,30 @@ def load(name: str) -> Any:
     if name == "worker":
         from oktopk.train.cli import worker
 
-        return command(worker, hidden=True)
+        return command(worker)
     if name == "data":
-        from oktopk.train.data.cli import app as data
+        from oktopk.train.data import cli as data
 
-        return typer.main.get_command(data)
+        return command(data.an4, data.check, data.synth_an4, about=data.ABOUT)
     if name == "bench":
-        from oktopk.bench.cli import app as bench
+        from oktopk.bench import cli as bench
 
-        return typer.main.get_command(bench)
-    if name == "doctor":
-        from oktopk.doctor.cli import doctor
-
-        return command(doctor)
+        return command(bench.exchange, bench.step, bench.probe, about=bench.ABOUT)
     from oktopk.report.cli import report, watch
 
     return command(report if name == "report" else watch)
 
 
-def command(function: Callable[..., None], *, cls: type[TyperCommand] = TyperCommand, hidden: bool = False) -> Any:
-    """Return the command that calls `function` with the options of its signature."""
-    single = typer.Typer(rich_markup_mode="rich", add_completion=False)
-    single.command(cls=cls, hidden=hidden)(function)
-    return typer.main.get_command(single)
+def command(*functions: Callable[..., None], about: str = "", cls: type[TyperCommand] = TyperCommand) -> Any:
+    """Return the command that calls a function with the options of its signature; several make a group.
 
-
-class Commands(TyperGroup):
-    """The group of all commands, which imports a command when it is looked up."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        self.commands: Any = dict.fromkeys(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return the command of that name; None if there is none."""
-        if cmd_name not in COMMANDS:
-            return None
-        found = load(cmd_name)
-        found.name = cmd_name
-        return found
-
-
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    help="Sparse allreduce for data-parallel training: train with it, and see what it sends.\n\n"
-    "Start here: oktopk train makes speech offline and learns it on two workers, in minutes.",
-)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"oktopk {oktopk.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Read the options before the command."""
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    app(args=argv, prog_name="oktopk")
+    A docstring is the help text, with the lines of its examples as they are.
+    """
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(
+        rich_markup_mode=None, add_completion=False, no_args_is_help=True, help=about, context_settings=settings
+    )
+    for function in functions:
+        text = re.sub(r"\n\n(?=(sudo )?oktopk )", "\n\n\b\n", inspect.cleandoc(function.__doc__ or ""))
+        app.command(cls=cls, help=text, context_settings=settings)(function)
+    return typer.main.get_command(app)

@@ -11,8 +11,6 @@ Indices are never floats, so they are exact at any length. `encode` returns the 
 block, and the algorithms give it back to the residual.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,9 +19,10 @@ import torch
 from torch import Tensor
 
 from oktopk.codec import values
-from oktopk.codec.indices import PLAIN, best_width, pack, packed_words, unpack
+from oktopk.codec.indices import PLAIN, best_width, pack, packed_words
 from oktopk.codec.values import num_words
 from oktopk.errors import MalformedError
+from oktopk.kernels import kernels_for
 from oktopk.kernels.reference import marker_of
 from oktopk.sparse import Sparse
 
@@ -59,9 +58,7 @@ class Codec:
         return best_width(self.numel, capacity) if self.wire != "fp32" and self.index_words == 1 else PLAIN
 
     def _all_index_words(self, capacity: int) -> int:
-        if self.index_words == 2:
-            return 2 * capacity
-        return packed_words(self.numel, capacity, self._width(capacity)) if self.wire != "fp32" else capacity
+        return self.index_words * packed_words(self.numel, capacity, self._width(capacity))
 
     def encode(self, part: Sparse, capacity: int | None = None, note: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return a new block with `part` and capacity for `capacity` pairs (default: its own), and the rounding error.
@@ -101,30 +98,25 @@ class Codec:
         which may have overflowed.
         """
         try:
-            return self._decode(block, dtype, capacity, between, sums)
+            count, slots, note = self._header(block, capacity)
+            indices, rest = self._fields(block, count if capacity is None else capacity)
+            width = self._width(count if capacity is None else capacity)
+            if width == PLAIN:
+                index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
+            else:
+                packed = indices.view(torch.uint8)
+                index = kernels_for(packed).unpack(packed, slots, width)
+            if len(index) != count:
+                raise MalformedError(f"the header says {count} pairs, its {slots} slots hold {len(index)} indices")
+            value = values.read(self.wire, rest, count, dtype)
+            squares = float(value.dot(value))  # NaN if a value is; finite only if all are
+            if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
+                raise MalformedError(f"a value is NaN{'' if sums else ' or infinite'}")
+            part = Sparse(index, value, self.numel)
+            if count and between is not None and not between[0] <= int(index[0]) <= int(index[-1]) < between[1]:
+                raise MalformedError(f"indices {int(index[0])}..{int(index[-1])} leave {between[0]}..{between[1] - 1}")
         except MalformedError as error:
             raise error if source is None else MalformedError(str(error), source) from None
-
-    def _decode(
-        self, block: Tensor, dtype: torch.dtype, capacity: int | None, between: tuple[int, int] | None, sums: bool
-    ) -> tuple[Sparse, int]:
-        count, slots, note = self._header(block, capacity)
-        capacity = count if capacity is None else capacity
-        indices, rest = self._fields(block, capacity)
-        width = self._width(capacity)
-        if width == PLAIN:
-            index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
-        else:
-            index = unpack(indices.view(torch.uint8), slots, width)
-        if len(index) != count:
-            raise MalformedError(f"the header says {count} pairs, its {slots} slots hold {len(index)} indices")
-        value = values.read(self.wire, rest, count, dtype)
-        squares = float(value.dot(value))  # NaN if a value is; finite only if all are
-        if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
-            raise MalformedError(f"a value is NaN{'' if sums else ' or infinite'}")
-        part = Sparse(index, value, self.numel)
-        if count and between is not None and not between[0] <= int(index[0]) <= int(index[-1]) < between[1]:
-            raise MalformedError(f"indices {int(index[0])}..{int(index[-1])} leave {between[0]}..{between[1] - 1}")
         return part, note
 
     def _header(self, block: Tensor, capacity: int | None) -> tuple[int, int, int]:
@@ -135,10 +127,10 @@ class Codec:
         most = self.numel if capacity is None else min(capacity, self.numel)
         if not 0 <= count <= most:
             raise MalformedError(f"the header says {count} pairs, where there can be 0 to {most}")
-        words = self.words(count if capacity is None else capacity)
-        if len(block) != words:
-            raise MalformedError(f"a block of {count} pairs has {words} words here, not {len(block)}")
-        width = self._width(count if capacity is None else capacity)
+        capacity = count if capacity is None else capacity
+        if len(block) != self.words(capacity):
+            raise MalformedError(f"a block of {count} pairs has {self.words(capacity)} words here, not {len(block)}")
+        width = self._width(capacity)
         further = 0 if width == PLAIN or not count else (self.numel - 1) // marker_of(width)
         fewest = 0 if width == PLAIN else count
         if not fewest <= slots <= fewest + further:

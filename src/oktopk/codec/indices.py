@@ -4,8 +4,6 @@ A slot of all ones, the marker, adds its value to the next gap, so that a gap of
 `numel` elements take at most numel // marker slots more than one each: the size of a block is known in advance.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from torch import Tensor
@@ -41,8 +39,3 @@ def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
     """Return the indices (int64, sorted) as bytes, padded to whole words, and the number of slots."""
     packed, slots = kernels_for(index).pack(index, width)
     return pad(packed, (0, -len(packed) % (WORD_BITS // 8))), slots
-
-
-def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
-    """Return the indices that were packed into `num_slots` slots."""
-    return kernels_for(packed).unpack(packed, num_slots, width)

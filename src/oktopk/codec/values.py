@@ -4,15 +4,13 @@
 of which 127 steps reach its largest value: the difference is exact, and rounding twice changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oktopk.errors import MalformedError, one_of
+from oktopk.errors import MalformedError
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 GROUP = 256
@@ -21,11 +19,6 @@ GROUP = 256
 STEPS = 127
 EXPONENTS = (-126, 121)
 """Range of a scale's exponent, because it has to be a normal number and 127 of it finite."""
-
-
-def check_wire(wire: str) -> str:
-    """Return `wire`; raise a `SettingError` if it is none of WIRES."""
-    return one_of("wire", wire, WIRES)
 
 
 def num_words(wire: str, count: int) -> int:

@@ -1,8 +1,7 @@
 """`Comm`: the collectives that an algorithm may call, on threads or on processes."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,86 +12,50 @@ from torch import Tensor
 from oktopk.errors import MalformedError
 
 
-class Pending(Protocol):
-    """A message under way."""
-
-    def wait(self) -> Tensor:
-        """Return the tensor that arrives."""
-
-
 @dataclass(frozen=True)
-class Arrived:
-    """A message that is here already."""
+class Pending:
+    """A message under way: `wait` returns the tensor that arrives."""
 
-    block: Tensor
-
-    def wait(self) -> Tensor:
-        return self.block
+    wait: Callable[[], Tensor]
 
 
 class Comm(Protocol):
-    """P ranks that call the same collectives in the same order. All tensors are 1-D; a collective has one dtype."""
+    """P ranks that call the same collectives in the same order. All tensors are 1-D; a collective has one dtype.
 
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
+    The methods with a body follow from the abstract ones, for every comm that inherits them.
+    """
 
-    @property
-    def size(self) -> int:
-        """P."""
+    rank: int
+    size: int
 
+    @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, in place, with the same bits on all of them."""
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Start an `all_reduce`; several may be under way."""
+        total = self.all_reduce(tensor)
+        return Pending(lambda: total)
 
+    @abstractmethod
     def all_gather(self, block: Tensor) -> Tensor:
         """Return all ranks' blocks, of one size, in rank order: shape (P, len(block))."""
 
+    @abstractmethod
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send the first `send[0]` elements to rank 0, and so on; return `receive[0]` elements of rank 0, and so on."""
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
         """Send row i to rank i; return one row from each rank. Rows are of one size, on all ranks."""
+        sizes = [blocks.shape[1]] * self.size
+        return self.all_to_all_single(blocks.view(-1), sizes, sizes).view_as(blocks)
 
     def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
         """Send `blocks[i]` to rank i, of any size: sizes travel first. Return one block from each rank.
 
         A rank that announces a block of more than `most` elements, or of fewer than none, is refused.
         """
-
-    def sendrecv(
-        self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
-    ) -> Pending:
-        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words on `device` from `source`."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name the part of a step that runs inside, for measurements."""
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one will not be there any more."""
-
-
-class Collectives:
-    """The collectives that follow from `all_reduce` and `all_to_all_single`, for every comm."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        raise NotImplementedError
-
-    def all_to_all(self, blocks: Tensor) -> Tensor:
-        sizes = [blocks.shape[1]] * self.size
-        return self.all_to_all_single(blocks.view(-1), sizes, sizes).view_as(blocks)
-
-    def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
-        send = [len(block) for block in blocks]
-        ones = [1] * self.size
+        send, ones = [len(block) for block in blocks], [1] * self.size
         sizes = torch.tensor(send, dtype=torch.int64, device=blocks[0].device)
         receive = self.all_to_all_single(sizes, ones, ones).tolist()
         for source, size in enumerate(receive):  # room is made for them
@@ -101,9 +64,16 @@ class Collectives:
                 raise MalformedError(f"it announces a block of {size} elements, where it can be 0 {limit}", source)
         return list(torch.split(self.all_to_all_single(torch.cat(list(blocks)), send, receive), receive))
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum at once: a comm that can start a sum overrides this."""
-        return Arrived(self.all_reduce(tensor))
+    @abstractmethod
+    def sendrecv(
+        self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
+    ) -> Pending:
+        """Start sending `block` to `to` (None: nothing) and receiving `size` int32 words on `device` from `source`."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Name the part of a step that runs inside, for measurements."""
         return nullcontext()
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one will not be there any more."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from oktopk.comm.base import Collectives
+from oktopk.comm.base import Comm, Pending
 from oktopk.errors import MismatchError, PeerError, within
 
 T = TypeVar("T")
@@ -50,20 +49,20 @@ def run_local(size: int, fn: Callable[[LocalComm], T], *, timeout: float = 60.0)
     return results  # type: ignore[return-value]
 
 
-class LocalComm(Collectives):
+class LocalComm(Comm):
     """One of the ranks of `run_local`."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        every = self._share("all_reduce", tensor, tensor.shape)
+        every = self._share("all_reduce", tensor)
         total = _ring_sum(every) if self.rank == 0 else None
         # The second meeting also keeps everyone from overwriting what rank 0 still reads.
         return tensor.copy_(self._meeting.meet(self.rank, "all_reduce", total)[0])  # type: ignore[arg-type]
 
     def all_gather(self, block: Tensor) -> Tensor:
-        return torch.stack(self._share("all_gather", block.clone(), block.shape))
+        return torch.stack(self._share("all_gather", block.clone()))
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         every = self._meeting.meet(self.rank, "all_to_all", torch.split(blocks.clone(), list(send)))
@@ -74,36 +73,21 @@ class LocalComm(Collectives):
 
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
-    ) -> _Message:
+    ) -> Pending:
         if block is not None:
             self._meeting.post(self.rank, to, block.clone())
-        return _Message(self._meeting, source, self.rank, size, device)
+        if not size:
+            return Pending(lambda: torch.empty(0, dtype=torch.int32, device=device))
+        return Pending(lambda: self._meeting.collect(source, self.rank, size))
 
     def fail(self, error: BaseException) -> None:
         self._meeting.fail(self.rank, error)
 
-    def _share(self, what: str, tensor: Tensor, shape: torch.Size) -> list[Tensor]:
+    def _share(self, what: str, tensor: Tensor) -> list[Tensor]:
         every = self._meeting.meet(self.rank, what, tensor)
-        if any(other.shape != shape for other in every):
+        if any(other.shape != tensor.shape for other in every):
             raise MismatchError(f"{what} wants one shape, not {[tuple(other.shape) for other in every]}")
         return every
-
-
-@dataclass
-class _Message:
-    meeting: _Meeting
-    source: int
-    to: int
-    size: int
-    device: torch.device | str
-
-    def wait(self) -> Tensor:
-        if not self.size:
-            return torch.empty(0, dtype=torch.int32, device=self.device)
-        block = self.meeting.collect(self.source, self.to)
-        if len(block) != self.size:
-            raise MismatchError(f"waited for {self.size} words from rank {self.source}, {len(block)} came")
-        return block
 
 
 class _Meeting:
@@ -120,7 +104,7 @@ class _Meeting:
         self._messages: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
     def meet(self, rank: int, what: str, thing: U) -> list[U]:
-        """Return what every rank brought to this collective, in rank order."""
+        """Return the arguments of every rank to this collective, in rank order."""
         with self._change:
             mine = self._round
             self._brought[rank] = (what, thing)
@@ -134,10 +118,13 @@ class _Meeting:
             self._messages[source, to].append(block)
             self._change.notify_all()
 
-    def collect(self, source: int, to: int) -> Tensor:
+    def collect(self, source: int, to: int, size: int) -> Tensor:
         with self._change:
             self._wait(lambda: bool(self._messages[source, to]), f"a block from rank {source}", {source})
-            return self._messages[source, to].popleft()
+            block = self._messages[source, to].popleft()
+        if len(block) != size:
+            raise MismatchError(f"waited for {size} words from rank {source}, {len(block)} came")
+        return block
 
     def leave(self, rank: int) -> None:
         with self._change:

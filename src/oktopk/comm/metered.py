@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +16,6 @@ from torch import Tensor
 from oktopk.comm.base import Comm, Pending
 
 T = TypeVar("T")
-
-UNNAMED = "other"
 
 
 @dataclass
@@ -32,8 +29,7 @@ class Traffic:
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     received: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    sizes: dict[tuple[str, str], Counter[int]] = field(default_factory=dict)
-    comm_seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    sizes: defaultdict[tuple[str, str], Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
@@ -74,20 +70,12 @@ class Traffic:
 
     def add_(self, other: Traffic) -> None:
         """Count the other's traffic as well."""
-        for name in ("sent", "received", "calls", "comm_seconds", "phase_seconds"):
+        for name in ("sent", "received", "calls", "phase_seconds"):
             mine = getattr(self, name)
             for key, amount in getattr(other, name).items():
                 mine[key] += amount
         for key, sizes in other.sizes.items():
-            self.sizes.setdefault(key, Counter()).update(sizes)
-
-    def count_(self, key: tuple[str, str], sent: Sequence[int], received: int, seconds: float) -> None:
-        """Count one call: the sizes of the messages it sent, and the bytes it received."""
-        self.calls[key] += 1
-        self.sent[key] += sum(sent)
-        self.received[key] += received
-        self.comm_seconds[key] += seconds
-        self.sizes.setdefault(key, Counter()).update(size for size in sent if size)
+            self.sizes[key].update(sizes)
 
 
 class MeteredComm:
@@ -95,7 +83,7 @@ class MeteredComm:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._phase = UNNAMED
+        self._phase = "other"
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
 
@@ -105,12 +93,10 @@ class MeteredComm:
         return taken
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        sent = self._ring_sizes(tensor)
-        return self._counted("all_reduce", sent, sum(sent), lambda: self._comm.all_reduce(tensor))
+        return self._counted(self._comm.all_reduce(tensor), "all_reduce", self._ring_sizes(tensor))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        sent = self._ring_sizes(tensor)
-        return self._counted("all_reduce", sent, sum(sent), lambda: self._comm.start_all_reduce(tensor))
+        return self._counted(self._comm.start_all_reduce(tensor), "all_reduce", self._ring_sizes(tensor))
 
     def _ring_sizes(self, tensor: Tensor) -> list[int]:
         """Return the sizes of the messages of a ring: a rank passes on every block but one in each half."""
@@ -121,35 +107,27 @@ class MeteredComm:
         return [size for half in (1, 2) for i, size in enumerate(blocks) if i != (self.rank + half) % self.size]
 
     def all_gather(self, block: Tensor) -> Tensor:
-        sent = [_bytes(block)] * (self.size - 1)
-        return self._counted("all_gather", sent, sum(sent), lambda: self._comm.all_gather(block))
+        return self._counted(self._comm.all_gather(block), "all_gather", [block.nbytes] * (self.size - 1))
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        width = blocks.element_size()
+        arrived, width = self._comm.all_to_all_single(blocks, send, receive), blocks.element_size()
         sent = [count * width for peer, count in enumerate(send) if peer != self.rank]
-        received = (sum(receive) - receive[self.rank]) * width
-        run = partial(self._comm.all_to_all_single, blocks, send, receive)
-        return self._counted("all_to_all_single", sent, received, run)
+        return self._counted(arrived, "all_to_all_single", sent, (sum(receive) - receive[self.rank]) * width)
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        sent = [blocks[0].nbytes] * (self.size - 1)
-        return self._counted("all_to_all", sent, sum(sent), lambda: self._comm.all_to_all(blocks))
+        return self._counted(self._comm.all_to_all(blocks), "all_to_all", [blocks[0].nbytes] * (self.size - 1))
 
     def all_to_all_v(self, blocks: Sequence[Tensor], most: int | None = None) -> list[Tensor]:
+        result = self._comm.all_to_all_v(blocks, most)
+        ours, theirs = ([each.nbytes for i, each in enumerate(them) if i != self.rank] for them in (blocks, result))
         sizes = [torch.int64.itemsize] * (self.size - 1)
-        ours = [_bytes(block) for peer, block in enumerate(blocks) if peer != self.rank]
-        run = partial(self._comm.all_to_all_v, blocks, most)
-        result = self._counted("all_to_all_v", [*sizes, *ours], sum(sizes), run)
-        theirs = sum(_bytes(block) for peer, block in enumerate(result) if peer != self.rank)
-        self.traffic.received[self._phase, "all_to_all_v"] += theirs
-        return result
+        return self._counted(result, "all_to_all_v", [*sizes, *ours], sum(sizes) + sum(theirs))
 
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
     ) -> Pending:
-        sent = [] if block is None else [_bytes(block)]
-        run = partial(self._comm.sendrecv, block, to, source, size, device)
-        return self._counted("sendrecv", sent, size * torch.int32.itemsize, run)
+        pending, sent = self._comm.sendrecv(block, to, source, size, device), [] if block is None else [block.nbytes]
+        return self._counted(pending, "sendrecv", sent, size * torch.int32.itemsize)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return _Phase(self, name)
@@ -157,15 +135,17 @@ class MeteredComm:
     def fail(self, error: BaseException) -> None:
         self._comm.fail(error)
 
-    def _counted(self, collective: str, sent: Sequence[int], received: int, run: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        result = run()
-        self.traffic.count_((self._phase, collective), sent, received, time.perf_counter() - start)
+    def _counted(self, result: T, collective: str, sent: Sequence[int], received: int | None = None) -> T:
+        """Count a call that returned `result`: the sizes of the messages it sent, and the bytes it received.
+
+        By default it received as many. A call that raises is not counted.
+        """
+        key, traffic = (self._phase, collective), self.traffic
+        traffic.calls[key] += 1
+        traffic.sent[key] += sum(sent)
+        traffic.received[key] += sum(sent) if received is None else received
+        traffic.sizes[key].update(size for size in sent if size)
         return result
-
-
-def _bytes(block: Tensor) -> int:
-    return block.numel() * block.element_size()
 
 
 class _Phase:

@@ -1,18 +1,16 @@
 """Ranks as processes: `torch.distributed`, whatever its backend."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk.comm.base import Collectives
+from oktopk.comm.base import Comm, Pending
 from oktopk.errors import PeerError
 
 STORE_ANSWERS_S = 2.0
@@ -25,7 +23,7 @@ _FAILED = "oktopk/failed"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
-class ProcessGroupComm(Collectives):
+class ProcessGroupComm(Comm):
     """The ranks of a process group (default: all). Every wait ends after the timeout that the group was made with."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -38,20 +36,25 @@ class ProcessGroupComm(Collectives):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.start_all_reduce(tensor).wait()
 
-    def start_all_reduce(self, tensor: Tensor) -> _UnderWay:
-        with self._naming_the_culprit():
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        with _NamingTheCulprit(self.group):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return _UnderWay(self, tensor, [] if work is None else [work])
+
+        def wait() -> Tensor:
+            self._wait_for([work])
+            return tensor
+
+        return Pending(wait)
 
     def all_gather(self, block: Tensor) -> Tensor:
         out = block.new_empty(self.size * len(block))
-        with self._naming_the_culprit():
+        with _NamingTheCulprit(self.group):
             _all_gather(out, block.contiguous(), group=self.group)
         return out.view(self.size, len(block))
 
     def all_to_all_single(self, blocks: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         out = blocks.new_empty(sum(receive))
-        with self._naming_the_culprit():
+        with _NamingTheCulprit(self.group):
             dist.all_to_all_single(out, blocks.contiguous(), list(receive), list(send), group=self.group)
         return out
 
@@ -62,17 +65,15 @@ class ProcessGroupComm(Collectives):
         arriving = torch.empty_like(blocks)
         arriving[self.rank] = blocks[self.rank]
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        with self._naming_the_culprit():
+        with _NamingTheCulprit(self.group):
             receiving = [dist.irecv(arriving[peer], self._global(peer), self.group) for peer in reversed(others)]
             sending = [dist.isend(blocks[peer], self._global(peer), self.group) for peer in others]
-            for work in (*receiving, *sending):
-                if work is not None:
-                    work.wait()
+        self._wait_for([*receiving, *sending])
         return arriving
 
     def sendrecv(
         self, block: Tensor | None, to: int, source: int, size: int, device: torch.device | str = "cpu"
-    ) -> _UnderWay:
+    ) -> Pending:
         via = "cpu" if self._is_gloo() else device  # gloo's send and recv know no GPU
         block = None if block is None else block.to(via)
         arriving = torch.empty(size, dtype=torch.int32, device=via)
@@ -81,38 +82,32 @@ class ProcessGroupComm(Collectives):
             ops.append(dist.P2POp(dist.isend, block.contiguous(), self._global(to), self.group))
         if size:
             ops.append(dist.P2POp(dist.irecv, arriving, self._global(source), self.group))
-        with self._naming_the_culprit():
+        with _NamingTheCulprit(self.group):
             works = dist.batch_isend_irecv(ops) if ops else []
-        return _UnderWay(self, arriving, works, ops, device)
+
+        def wait() -> Tensor:
+            self._wait_for(works)
+            ops.clear()  # alive until they have left
+            return arriving.to(device)
+
+        return Pending(wait)
 
     def fail(self, error: BaseException) -> None:
         """Leave the message in the group's store, where the others find it when their collectives break."""
         message = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         _ask_store(self.group, lambda store: store.set(_FAILED, message))
 
+    def _wait_for(self, works: Sequence[dist.Work | None]) -> None:
+        with _NamingTheCulprit(self.group):
+            for work in works:
+                if work is not None:
+                    work.wait()
+
     def _is_gloo(self) -> bool:
         return bool(dist.get_backend(self.group) == "gloo")
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
-
-    def _naming_the_culprit(self) -> _NamingTheCulprit:
-        return _NamingTheCulprit(self.group)
-
-
-@dataclass
-class _UnderWay:
-    comm: ProcessGroupComm
-    arriving: Tensor
-    works: list[dist.Work]
-    outgoing: list[dist.P2POp] = field(default_factory=list)  # alive until they have left
-    device: torch.device | str | None = None
-
-    def wait(self) -> Tensor:
-        with self.comm._naming_the_culprit():
-            for work in self.works:
-                work.wait()
-        return self.arriving if self.device is None else self.arriving.to(self.device)
 
 
 @dataclass
@@ -126,14 +121,8 @@ class _NamingTheCulprit:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise PeerError(self._cause() or f"another rank died, left or was cut off: {error}") from error
-
-    def _cause(self) -> str | None:
-        """Return the message that the rank that failed left in the store, if the store answers."""
-        answer: str | None = _ask_store(
-            self.group, lambda store: store.get(_FAILED).decode() if store.check([_FAILED]) else None
-        )
-        return answer
+            left = _ask_store(self.group, lambda store: store.get(_FAILED).decode() if store.check([_FAILED]) else None)
+            raise PeerError(left or f"another rank died, left or was cut off: {error}") from error
 
 
 def _ask_store(group: dist.ProcessGroup, ask: Callable[[Any], Any]) -> Any:

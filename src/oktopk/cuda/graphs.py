@@ -1,7 +1,5 @@
 """`Graphs`: repeated launches as CUDA graphs, so that the host makes one call instead of a dozen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 
@@ -23,9 +21,6 @@ class Graphs:
 
     def run(self, work: Callable[..., None], *tensors: Tensor, kind: Hashable = None) -> None:
         """Run `work(*tensors)`, or replay its graph if it was captured with tensors at the same addresses."""
-        if not tensors[0].is_cuda:
-            work(*tensors)
-            return
         if torch.cuda.is_current_stream_capturing():
             raise SettingError("a step cannot be part of a CUDA graph: the residual is another one at every step")
         places = (kind, *[tensor.data_ptr() for tensor in tensors])

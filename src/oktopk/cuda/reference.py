@@ -11,14 +11,10 @@ largest elements get them; among equals `turn`, the number of the step, decides.
                         what may follow is not looked at here
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from oktopk.kernels.scales import running, scales_of
+from oktopk.kernels.reference import running, scales_of
 
 TILE = 1024
 HEADER_WORDS = 4
@@ -31,7 +27,7 @@ NOTHING = -0.0
 
 LARGEST = torch.finfo(torch.float32).max
 SHIFTS, BINS = (23, 17, 11), (1 << 8, 1 << 6, 1 << 6)
-"""Of the digits by which a threshold is found: its exponent, and twice six bits more. It is right to 1 in 4096."""
+"""Lowest bits and sizes of a threshold's digits: its exponent, and twice six bits more. It is right to 1 in 4096."""
 
 RUN = 8
 """Elements of a sample that lie side by side: a GPU reads as many at a time."""
@@ -52,59 +48,36 @@ def room_for(density: float) -> int:
     return room
 
 
-@dataclass(frozen=True)
 class Found:
-    """The large elements of each tile: `place` in the tile and `value`, in the first `count` slots.
+    """The large elements of each tile of a vector: `place` in the tile and `value`, in the first `count` slots.
 
     `bad` counts NaN and Inf in several counters, so that not all tiles add to the same address.
-    `groups` has the counts of so many tiles together. Both lie in `counters`.
+    `groups` has the counts of `group_of` tiles together. Both lie in `counters`.
     """
-
-    place: Tensor
-    value: Tensor
-    count: Tensor
-    bad: Tensor
-    groups: Tensor
-    counters: Tensor
 
     LANES = 64
 
-    @staticmethod
-    def make(numel: int, room: int, device: torch.device) -> Found:
-        """Return slots for a vector of `numel` elements."""
+    def __init__(self, numel: int, room: int, device: torch.device) -> None:
         tiles = -(-numel // TILE)
-        counters = torch.zeros(Found.LANES + -(-tiles // group_of(tiles)), dtype=torch.int32, device=device)
-        return Found(
-            torch.zeros(tiles, room, dtype=torch.int32, device=device),
-            torch.zeros(tiles, room, dtype=torch.float32, device=device),
-            torch.zeros(tiles, dtype=torch.int32, device=device),
-            counters[: Found.LANES],
-            counters[Found.LANES :],
-            counters,
-        )
+        self.place = torch.zeros(tiles, room, dtype=torch.int32, device=device)
+        self.value = torch.zeros(tiles, room, dtype=torch.float32, device=device)
+        self.count = torch.zeros(tiles, dtype=torch.int32, device=device)
+        groups = -(-tiles // group_of(tiles))
+        self.counters = torch.zeros(self.LANES + groups, dtype=torch.int32, device=device)
+        self.bad, self.groups = self.counters[: self.LANES], self.counters[self.LANES :]
 
 
-@dataclass(frozen=True)
 class Rows:
-    """Rows with a scale each: row r begins at starts[r], and its elements are compared with threshold * scale[r].
+    """The rows between `bounds` (first 0, last numel), with a scale each, with which their thresholds are multiplied.
 
-    `squares` are running means of the squared gradient, which the scales are made of.
-    `first` is the row that each tile begins in, then the last one; `in_tile` and `in_all` are how often a range of rows
-    must be halved to find one. `edges` cut the rows into pieces, row r being pieces ends[r] to ends[r + 1].
+    starts         the first element of each row
+    squares        running means of the squared gradient, of which the scales are made
+    first          the row that each tile begins in, then the last one
+    in_tile        how often a range of rows must be halved to find one, in a tile; `in_all`: in the vector
+    edges, ends    edges cut the rows into pieces; row r is pieces ends[r] to ends[r + 1]
     """
 
-    starts: Tensor
-    squares: Tensor
-    scale: Tensor
-    first: Tensor
-    in_tile: int
-    in_all: int
-    edges: Tensor
-    ends: Tensor
-
-    @staticmethod
-    def make(bounds: Tensor, squares: Tensor, scale: Tensor, device: torch.device) -> Rows:
-        """Return the rows between these bounds: first 0, last numel."""
+    def __init__(self, bounds: Tensor, squares: Tensor, scale: Tensor, device: torch.device) -> None:
         tiles = -(-int(bounds[-1]) // TILE)
         first = torch.searchsorted(bounds, torch.arange(tiles) * TILE, right=True) - 1
         first = torch.cat([first, torch.tensor([len(bounds) - 2])])
@@ -112,24 +85,18 @@ class Rows:
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pieces.cumsum(0)])
         within = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(pieces)
         edges = bounds[:-1].repeat_interleave(pieces) + within * PIECE
-        return Rows(
-            bounds[:-1].int().to(device),
-            squares.float().to(device),
-            scale.float().to(device),
-            first.int().to(device),
-            int(first.diff().max() if tiles else 0).bit_length(),
-            len(scale).bit_length(),
-            torch.cat([edges, bounds[-1:]]).to(device),
-            ends.to(device),
-        )
+        self.starts, self.first = bounds[:-1].int().to(device), first.int().to(device)
+        self.squares, self.scale = squares.float().to(device), scale.float().to(device)
+        self.in_tile, self.in_all = int(first.diff().max() if tiles else 0).bit_length(), len(scale).bit_length()
+        self.edges, self.ends = torch.cat([edges, bounds[-1:]]).to(device), ends.to(device)
 
-    def of(self, index: Tensor) -> Tensor:
-        """Return the row of each index."""
-        return torch.searchsorted(self.starts, index.int(), right=True) - 1
+    def scale_at(self, index: Tensor) -> Tensor:
+        """Return the scale of each index."""
+        return self.scale[torch.searchsorted(self.starts, index.int(), right=True) - 1]
 
     def score(self, size: Tensor, index: Tensor) -> Tensor:
         """Return how large elements of these magnitudes are: finite, if they are."""
-        return (size / self.scale[self.of(index)]).clamp(max=LARGEST)
+        return (size / self.scale_at(index)).clamp(max=LARGEST)
 
 
 def group_of(tiles: int) -> int:
@@ -152,19 +119,13 @@ def bins(device: torch.device) -> Tensor:
 
 
 def sample_threshold(
-    grad: Tensor,
-    held: Tensor,
-    rows: Rows | None,
-    turn: Tensor,
-    stride: int,
-    wanted: Tensor,
-    counts: Tensor,
+    grad: Tensor, held: Tensor, rows: Rows | None, turn: Tensor, stride: int, wanted: Tensor, counts: Tensor,
     out: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Write a threshold into `out` that `wanted` (one number, on the device) of a sample of held + grad reach.
 
     The sample is one in `stride` elements, a few side by side, beginning elsewhere at every turn. The threshold is the
-    score of one of them, but for its last bits, which are zero; if not so many scores are above zero, it is zero.
+    score of one of them, but for its last bits, which are zero. It is zero if fewer scores are above zero.
     """
     number = torch.arange(sample_of(len(held), stride), device=held.device)
     places = (number // RUN * stride + turn % stride) * RUN + number % RUN
@@ -177,23 +138,15 @@ def select_threshold(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor)
     left, found = score.view(torch.int32) & LOW, torch.zeros_like(out, dtype=torch.int64)
     for shift, base in zip(SHIFTS, BINS, strict=True):
         digits = (left >> shift) % base
-        digit, above = _digit(torch.bincount(digits, minlength=base), wanted)
-        left, wanted, found = left[digits == digit], wanted - above, found | digit << shift
+        counted = torch.bincount(digits, minlength=base)
+        reach = counted.flip(0).cumsum(0).flip(0)  # how many have this digit or a larger one
+        digit = ((reach >= wanted).sum() - 1).clamp(min=0).view(1)
+        left, wanted, found = left[digits == digit], wanted - reach[digit] + counted[digit], found | digit << shift
     out.copy_(found.int().view(torch.float32))
 
 
-def _digit(counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest digit that `wanted` reach, 0 if fewer do, and how many are above it."""
-    reach = counts.flip(0).cumsum(0).flip(0)
-    digit = ((reach >= wanted).sum() - 1).clamp(min=0).view(1)
-    return digit, reach[digit] - counts[digit]
-
-
 def measure_rows(grad: Tensor, rows: Rows) -> None:
-    """Take the squares of this gradient into the rows' running means, and make their scales anew.
-
-    A row in which they are not finite stays as it was.
-    """
+    """Take the squares of this gradient into the running means of the rows where they are finite; make all scales."""
     rescale(_sums(grad.float().square(), rows.edges), rows)
 
 
@@ -211,10 +164,7 @@ def _sums(values: Tensor, offsets: Tensor) -> Tensor:
 def accumulate_compact(
     grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None
 ) -> None:
-    """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`.
-
-    Zeros are never found.
-    """
+    """Write held + grad into `acc`, and its elements but zeros that reach the threshold, a tensor, into `found`."""
     torch.add(held, grad, out=acc)
     compact(acc, threshold, turn, found, rows)
 
@@ -227,7 +177,7 @@ def compact(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: 
     size = score = padded.abs()
     if rows is not None:
         inside = each.clamp(max=len(total) - 1)
-        threshold, score = threshold * rows.scale[rows.of(inside)], rows.score(size, inside)
+        threshold, score = threshold * rows.scale_at(inside), rows.score(size, inside)
     hit = (size >= threshold) & (size > 0)
     fits, slot = _fit(score, hit, each // TILE, tiles, room, turn)
     slot = torch.where(fits, each // TILE * room + slot, tiles * room)
@@ -291,9 +241,7 @@ def _rank_in(group: Tensor, mask: Tensor, groups: int) -> Tensor:
 
 
 def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor:
-    """Return which of `demand` have room, by their ranks: all, or as many from the turn's one on, and then from the
-    first.
-    """
+    """Return which of `demand` have room, by their ranks: all, or those from the turn's one on, and then the first."""
     over = demand > room
     begin = torch.where(over, turn.long() * room % demand.clamp(min=1), 0)
     wrapped = torch.where(over, (begin + room - demand).clamp(min=0), 0)
@@ -301,7 +249,7 @@ def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor
 
 
 def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
-    """Mark each block that cannot be, so that the step is refused: by its count, its indices, or what was wanted.
+    """Mark each block whose count, indices or demand cannot be, so that the step is refused.
 
     Block i is of region i between the cuts; all are of the only one if these are two.
     """
@@ -329,7 +277,7 @@ def gather_zero(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> 
 
 
 def _pairs(block: Tensor, capacity: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return which slots have a pair, and its index in the region, which is so long; 0 where there is none."""
+    """Return which slots have a pair, and its index in a region of `length` elements; 0 where there is none."""
     index = block[HEADER_WORDS : HEADER_WORDS + capacity].long()
     there = (torch.arange(capacity, device=block.device) < block[0]) & (index >= 0) & (index < length)
     return there, torch.where(there, index, 0)
@@ -357,9 +305,8 @@ def deliver(
     index = gathered[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None]
     there = (slots < gathered[:, :1]) & (index >= cuts[:-1, None]) & (index < cuts[1:, None]) & ~bad
     value = gathered[:, HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].contiguous().view(torch.float32)
-    mine = torch.where(
-        slots < sent[:, :1], sent[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None], -1
-    )
+    own = sent[:, HEADER_WORDS : HEADER_WORDS + capacity].long() + cuts[:-1, None]
+    mine = torch.where(slots < sent[:, :1], own, -1)
     taken = there & torch.isin(index, mine)
     mean = value / torch.tensor(float(size), device=value.device)  # by a number, a GPU would multiply by its inverse
     rounded, kept = mean, torch.where(taken, 0.0, acc[torch.where(there, index, 0)])

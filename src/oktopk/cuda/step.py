@@ -17,11 +17,10 @@ behind its pairs, which the owner sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +28,11 @@ from torch import Tensor
 from oktopk.algorithms.base import AUTO, OkTopkState
 from oktopk.algorithms.oktopk import OkTopk, capacity_of, may_rebalance
 from oktopk.codec.values import round_to
+from oktopk.comm.base import Comm
 from oktopk.cuda import reference
-from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.reference import HEADER_WORDS, LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import SWEEP_EVERY, even_cuts, is_sweep, sweep_stride, sweep_width
 from oktopk.selection import SAMPLE_HITS, TURN_EVERY, num_selected
-
-if TYPE_CHECKING:
-    from oktopk.comm.base import Comm
 
 REBALANCE_EVERY = 16
 MOST_NUMEL = (1 << 31) - TILE
@@ -45,95 +41,44 @@ MOST_NUMEL = (1 << 31) - TILE
 LEAST_TRITON = (3, 4)
 
 
-@dataclass
 class CudaStep:
-    """The buffers and the state of a vector's steps, all on its device, made once.
+    """The buffers and the state of a vector's steps, all on its device; `dense_tail` elements follow the sparse ones.
 
-    `words` are what is told of a step, see `DeviceStats`; the thresholds live there, and the number of the step.
+    `words` has the stats of a step, see `DeviceStats`; the thresholds live there, and the number of the step.
     """
 
-    numel: int
-    dense_tail: int
-    comm: Comm
-    wanted: int
-    capacity: int
-    stride: int
-    rescale_every: int
-    kernels: Any
-    rows: Rows | None
-    found: Found
-    blocks: Tensor
-    owner: _Owner | None
-    cuts: Tensor
-    words: Tensor
-    sample_wanted: Tensor
-    counts: Tensor
-    step: int
-    graphs: Graphs = field(default_factory=Graphs)
-
-    @staticmethod
-    def make(algorithm: OkTopk, state: OkTopkState, comm: Comm, device: torch.device, dense_tail: int = 0) -> CudaStep:
-        """Return what goes on from `state`; `dense_tail` elements follow those that it is for."""
-        numel, size = state.numel, comm.size
+    def __init__(
+        self, algorithm: OkTopk, state: OkTopkState, comm: Comm, device: torch.device, dense_tail: int = 0
+    ) -> None:
+        numel, size, ranking = state.numel, comm.size, state.ranking
         wanted = num_selected(numel, algorithm.density)
         capacity = capacity_of(wanted, algorithm.slack, size)
         stride = max(wanted // SAMPLE_HITS, 1) | 1  # odd, unlike the length of most rows
-        slots, ranking = room_for(algorithm.density), state.ranking
+        hits = max(round(wanted * sample_of(numel, stride) / max(numel, 1)), 1)
+        block = HEADER_WORDS + 2 * capacity + -(-dense_tail // size)
         known = (0.0, 0.0) if wanted == numel else (state.threshold, state.global_threshold)
         thresholds = torch.tensor(known).view(torch.int32).tolist()
-        words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
-        block = HEADER_WORDS + 2 * capacity + -(-dense_tail // size)
-        hits = max(round(wanted * sample_of(numel, stride) / max(numel, 1)), 1)
-        return CudaStep(
-            numel=numel,
-            dense_tail=dense_tail,
-            comm=comm,
-            wanted=wanted,
-            capacity=capacity,
-            stride=stride,
-            rescale_every=algorithm.rescale_every,
-            kernels=step_kernels(device),
-            rows=None if ranking.is_magnitude else Rows.make(ranking.bounds, ranking.squares, ranking.scale, device),
-            found=Found.make(numel, slots, device),
-            blocks=torch.zeros(size, block, dtype=torch.int32, device=device),
-            owner=_Owner.make(numel, size, capacity, block, device) if size > 1 else None,
-            cuts=(even_cuts(numel, size) if wanted == numel else state.cuts).to(device),
-            words=words,
-            sample_wanted=torch.tensor([hits], device=device),
-            counts=bins(device),
-            step=state.step,
-        )
-
-    @property
-    def threshold(self) -> Tensor:
-        """What is sent reaches it."""
-        return self.words[3:4].view(torch.float32)
-
-    @property
-    def kept_threshold(self) -> Tensor:
-        """What this rank, as an owner, keeps reaches it."""
-        return self.words[4:5].view(torch.float32)
-
-    @property
-    def turn(self) -> Tensor:
-        """The number of the step: with what to begin where not all has room."""
-        return self.words[5:6]
+        self.numel, self.dense_tail, self.comm, self.step = numel, dense_tail, comm, state.step
+        self.wanted, self.capacity, self.stride = wanted, capacity, stride
+        self.rescale_every = algorithm.rescale_every
+        self.kernels = step_kernels(device)
+        self.rows = None if ranking.is_magnitude else Rows(ranking.bounds, ranking.squares, ranking.scale, device)
+        self.found = Found(numel, room_for(algorithm.density), device)
+        self.blocks = torch.zeros(size, block, dtype=torch.int32, device=device)
+        self.owner = _Owner(numel, size, capacity, block, device) if size > 1 else None
+        self.cuts = (even_cuts(numel, size) if wanted == numel else state.cuts).to(device)
+        self.words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
+        self.threshold = self.words[3:4].view(torch.float32)  # of what is sent
+        self.kept_threshold = self.words[4:5].view(torch.float32)  # of what this rank, as an owner, keeps
+        self.turn = self.words[5:6]  # the number of the step, by which turns rotate
+        self.sample_wanted = torch.tensor([hits], device=device)
+        self.counts = bins(device)
 
     @property
     def kind(self) -> StepKind:
         """The kind of the next step."""
-        return StepKind(
-            measures=self.rows is not None and self.step % self.rescale_every == 0,
-            sweeps=self.owner is not None and is_sweep(self.step, self.wanted, self.numel),
-        )
-
-    def reduce_(self, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
-        """Make `out` the mean over ranks of what this step delivers, and `acc` what remains of held + grad."""
-        with self.comm.phase("select"):
-            kind = self.kind
-            self.graphs.run(partial(self.select_, kind), grad, held, acc, out, kind=kind)
-            self.graphs.capture()
-        self.exchange_(held, acc, out)
+        measures = self.rows is not None and self.step % self.rescale_every == 0
+        return StepKind(measures, self.owner is not None and is_sweep(self.step, self.wanted, self.numel))
 
     def select_(self, kind: StepKind, grad: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Make acc, and the blocks to send; a rank that is alone is done then, since what it sends is delivered.
@@ -227,9 +172,7 @@ class CudaStep:
         for block in arrived:
             kernels.scatter_add(block, capacity, owner.region)
         for block, total in zip(arrived, owner.total, strict=True):
-            kernels.gather_zero(
-                block, capacity, owner.region, total
-            )  # of ranks that sent the same index, the first has it
+            kernels.gather_zero(block, capacity, owner.region, total)  # the first rank that sent an index has its sum
         index, total = arrived[:, HEADER_WORDS : HEADER_WORDS + capacity].reshape(-1), owner.total.view(-1)
         demand = _demands(arrived).sum()
         score = self._score(index, total)
@@ -250,7 +193,7 @@ class CudaStep:
     def _score(self, index: Tensor, total: Tensor) -> Tensor:
         """Return how large each of these sums in this rank's region is: above zero where there is one, even if it is 0.
 
-        So what cancels is delivered, too, where there is room for it, and holds no slot any longer.
+        A sum that cancels is delivered, too, where there is room for it, and holds no slot any longer.
         """
         score = total.abs()
         if self.rows is not None:
@@ -290,8 +233,8 @@ class CudaStep:
         state.step, state.cuts = self.step, self.cuts.cpu()
         state.threshold, state.global_threshold = float(self.threshold), float(self.kept_threshold)
         if self.rows is not None:
-            state.ranking.squares = self.rows.squares.double().cpu()
-            state.ranking.scale = self.rows.scale.double().cpu()
+            ranking = state.ranking
+            ranking.squares, ranking.scale = (each.double().cpu() for each in (self.rows.squares, self.rows.scale))
 
 
 class StepKind(NamedTuple):
@@ -301,9 +244,8 @@ class StepKind(NamedTuple):
     sweeps: bool
 
 
-@dataclass(frozen=True)
 class _Owner:
-    """What a rank works with as the owner of a region.
+    """The buffers of a rank as the owner of a region.
 
     region    the sums, one for each element; all NOTHING between any two steps
     total     the sum for each pair that arrived, for the first of those with the same index; NOTHING for the others
@@ -311,22 +253,12 @@ class _Owner:
     mine      the block it makes of that
     """
 
-    region: Tensor
-    total: Tensor
-    found: Found
-    cuts: Tensor
-    mine: Tensor
-
-    @staticmethod
-    def make(numel: int, size: int, capacity: int, block: int, device: torch.device) -> _Owner:
-        arriving = size * capacity
-        return _Owner(
-            region=torch.full((numel,), NOTHING, device=device),
-            total=torch.zeros(size, capacity, device=device),
-            found=Found.make(arriving, TILE, device),
-            cuts=torch.tensor([0, arriving], device=device),
-            mine=torch.zeros(1, block, dtype=torch.int32, device=device),
-        )
+    def __init__(self, numel: int, size: int, capacity: int, block: int, device: torch.device) -> None:
+        self.region = torch.full((numel,), NOTHING, device=device)
+        self.total = torch.zeros(size, capacity, device=device)
+        self.found = Found(size * capacity, TILE, device)
+        self.cuts = torch.tensor([0, size * capacity], device=device)
+        self.mine = torch.zeros(1, block, dtype=torch.int32, device=device)
 
     def fill_(self, index: Tensor, total: Tensor, bad: Tensor, demand: Tensor) -> None:
         """Make `mine`, whose pairs are places among what arrived, the pairs that are there."""
@@ -341,21 +273,17 @@ class _Owner:
 
 def supports_device_step(algorithm: Any, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is a device step for this algorithm and vector: `OkTopk` with float32 on the wire."""
-    if not isinstance(algorithm, OkTopk):
+    if not isinstance(algorithm, OkTopk) or device.type != "cuda" or dtype == torch.float64:
         return False
     most = numel * max(2 * algorithm.slack * algorithm.density, 1)  # elements, or words of all blocks
-    if device.type != "cuda" or dtype == torch.float64 or most >= MOST_NUMEL or not _has_triton():
-        return False
-    return algorithm.wire in (AUTO, "fp32")
+    return most < MOST_NUMEL and algorithm.wire in (AUTO, "fp32") and _has_triton()
 
 
 def _is_nothing(total: Tensor) -> Tensor:
-    """Return where there is no sum."""
     return (total == 0) & total.signbit()
 
 
 def _bad_in(dense_tail: Tensor) -> Tensor:
-    """Return whether any of these numbers is not finite."""
     return (~dense_tail.isfinite()).any()
 
 
@@ -375,7 +303,5 @@ def step_kernels(device: torch.device) -> Any:
 
 @cache
 def _has_triton() -> bool:
-    """Whether there is one whose histograms can be masked."""
-    if find_spec("triton") is None:
-        return False
-    return tuple(map(int, version("triton").split(".")[:2])) >= LEAST_TRITON
+    """Whether triton is installed, in a version whose histograms can be masked."""
+    return find_spec("triton") is not None and tuple(map(int, version("triton").split(".")[:2])) >= LEAST_TRITON

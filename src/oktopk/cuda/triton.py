@@ -1,4 +1,4 @@
-"""The kernels of a step that never leaves the GPU, in triton: `reference` says what each means, with the same bits.
+"""The kernels of a step that never leaves the GPU, in triton: `reference` says what each does, with the same bits.
 
 `accumulate_compact` is one pass: it reads the gradient and the residual once and writes their sum once, 12 bytes an
 element, which is the least there is. Only the last tile is masked: a mask on every one would keep the loads from being
@@ -14,37 +14,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from oktopk.cuda.reference import (
-    BINS,
-    HEADER_WORDS,
-    LARGEST,
-    RUN,
-    SHIFTS,
-    TILE,
-    Found,
-    Rows,
-    group_of,
-    rescale,
-    sample_of,
-)
+from oktopk.cuda import reference
+from oktopk.cuda.reference import Found, Rows, group_of, rescale, sample_of
 
-NAME = "gpu (triton)"
-LANES = Found.LANES
-CHUNK = 1024
-SLOTS = 16
-"""Of each tile that are packed at a time."""
+TILE, RUN, LANES = constexpr(reference.TILE), constexpr(reference.RUN), constexpr(Found.LANES)
+HEADER, LARGEST = constexpr(reference.HEADER_WORDS), constexpr(reference.LARGEST)
+SHIFT_0, SHIFT_1, SHIFT_2 = map(constexpr, reference.SHIFTS)
+BINS_0, BINS_1, BINS_2 = map(constexpr, reference.BINS)
+CHUNK = constexpr(1024)
+SLOTS = constexpr(16)
+"""Slots of each tile that are packed at a time."""
 
-PLANNED = 6
+PLANNED = constexpr(6)
 """Numbers that are planned for each region, see `_plan`."""
 
 PROGRAMS = 1024
-"""Of a kernel that walks along a whole vector, if it does anything at all."""
+"""Programs of a kernel that walks along a whole vector, if it does anything at all."""
 
 
 class _Kernel:
-    """A kernel that is launched in a few microseconds, where triton takes several times as long to look up what it has
-    compiled. `numbers` names the arguments that are neither tensors nor constants: what they are changes no code.
+    """A kernel that is launched in a few microseconds, where triton takes several times as long to look it up.
+
+    `numbers` names the arguments that are neither tensors nor constants: triton compiles one kernel for all of them.
     """
 
     def __init__(self, fn, numbers):
@@ -63,7 +56,7 @@ class _Kernel:
 
 
 def _kind(arg, is_number):
-    """Return what triton compiles another kernel for."""
+    """Return the property of an argument for which triton compiles another kernel."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     return -(2**31) <= arg < 2**31 if is_number and isinstance(arg, int) else is_number or arg
@@ -73,27 +66,26 @@ def _kernel(*numbers):
     return lambda fn: _Kernel(fn, numbers)
 
 
-def sample_threshold(grad: Tensor, held: Tensor, rows: Rows | None, turn: Tensor, stride: int, wanted: Tensor,
-        counts: Tensor, out: Tensor) -> None:  # fmt: skip
-    """Write a threshold into `out` that `wanted` (one number, on the device) of a sample of held + grad reach."""
-    _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds=True)
+def _grid(numel):
+    return max(triton.cdiv(numel, CHUNK.value), 1)
+
+
+def sample_threshold(
+    grad: Tensor, held: Tensor, rows: Rows | None, turn: Tensor, stride: int, wanted: Tensor, counts: Tensor,
+    out: Tensor, adds: bool = True,
+) -> None:  # fmt: skip
+    sample = sample_of(len(held), stride)
+    starts, scale, last, halvings = _flat(rows, held)
+    for digit in range(3):
+        _count(
+            (_grid(sample),), grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
+            digit, adds, rows is not None, halvings,
+        )  # fmt: skip
+    _pick((1,), wanted, counts, out)
 
 
 def select_threshold(score: Tensor, wanted: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Write a threshold into `out` that `wanted` of these scores, none of them negative, reach."""
-    _launch_aim(score, score, None, wanted, 1, wanted, counts, out, adds=False)
-
-
-def _launch_aim(grad, held, rows, turn, stride, wanted, counts, out, adds):
-    sample = sample_of(len(held), stride)
-    grid = (max(triton.cdiv(sample, CHUNK), 1),)
-    starts, scale, last, halvings = _flat(rows, held)
-    for digit in range(len(BINS)):
-        _count(
-            grid, grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
-            digit, adds, rows is not None, halvings, *SHIFTS, *BINS, RUN, LARGEST, CHUNK,
-        )  # fmt: skip
-    _pick((1,), wanted, counts, out, *SHIFTS, *BINS)
+    sample_threshold(score, score, None, wanted, 1, wanted, counts, out, adds=False)
 
 
 def _flat(rows, anything):
@@ -101,104 +93,86 @@ def _flat(rows, anything):
 
 
 def measure_rows(grad: Tensor, rows: Rows) -> None:
-    """Take the squares of this gradient into the rows' running means, and make their scales anew."""
     pieces = torch.empty(len(rows.edges) - 1, device=grad.device)
     if len(pieces):
-        _squares((len(pieces),), grad, rows.edges, pieces, CHUNK)
+        _squares((len(pieces),), grad, rows.edges, pieces)
         rescale(pieces, rows)
 
 
 def accumulate_compact(
-    grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None
-) -> None:
-    """Write held + grad into `acc`, and what of it reaches the threshold (one number, on the device) into `found`."""
-    _launch_find(grad, held, acc, threshold, turn, found, rows, adds=True)
-
-
-def compact(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None) -> None:
-    """Write what reaches the threshold into `found`."""
-    _launch_find(total, total, total, threshold, turn, found, rows, adds=False)
-
-
-def _launch_find(grad, held, acc, threshold, turn, found, rows, adds):
+    grad: Tensor, held: Tensor, acc: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None,
+    adds: bool = True,
+) -> None:  # fmt: skip
     tiles, room = found.place.shape
     found.counters.zero_()
-    starts, scale, first, halvings = (held,) * 3 + (0,) if rows is None else (
-        rows.starts, rows.scale, rows.first, rows.in_tile
-    )  # fmt: skip
+    starts, scale, _, _ = _flat(rows, held)
+    first, halvings = (held, 0) if rows is None else (rows.first, rows.in_tile)
     if tiles:
         _find(
             (tiles,), grad, held, acc, threshold, turn, starts, scale, first, found.place, found.value, found.count,
-            found.bad, found.groups, held.numel(), adds, rows is not None, halvings, group_of(tiles), TILE, room, LANES,
-            LARGEST,
+            found.bad, found.groups, held.numel(), adds, rows is not None, halvings, group_of(tiles), room,
         )  # fmt: skip
+
+
+def compact(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: Rows | None = None) -> None:
+    accumulate_compact(total, total, total, threshold, turn, found, rows, adds=False)
 
 
 def pack_blocks(
     found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rows: Rows | None = None
 ) -> None:
-    """Write what was found into a block for each region, as much as it has room for, and the headers."""
     tiles, room = found.place.shape
     size, words = blocks.shape
-    group, groups = group_of(tiles), len(found.groups)
-    plan = torch.empty(PLANNED * size + groups + 2 * size * groups, dtype=torch.int64, device=cuts.device)
+    groups = len(found.groups)
+    plan = torch.empty(PLANNED.value * size + groups + 2 * size * groups, dtype=torch.int64, device=cuts.device)
     starts, scale, last, halvings = _flat(rows, found.value)
+    constants = size, rows is not None, halvings, group_of(tiles), room
     _plan(
         (size + 1,), found.place, found.value, found.count, found.groups, starts, scale, cuts, found.bad, turn, plan,
-        blocks, words, capacity, tiles, groups, last,
-        size, rows is not None, halvings, group, SLOTS, TILE, room, LANES, PLANNED, LARGEST, CHUNK,
+        blocks, words, capacity, tiles, groups, last, *constants,
     )  # fmt: skip
     if tiles:
         _send(
             (groups,), found.place, found.value, found.count, starts, scale, cuts, plan, blocks, words, capacity, tiles,
-            groups, last, size, rows is not None, halvings, group, SLOTS, TILE, room, HEADER_WORDS, PLANNED, LARGEST,
+            groups, last, *constants,
         )  # fmt: skip
 
 
 def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
-    """Mark each block that cannot be, so that the step is refused: by its count, its indices, or what was wanted."""
     size, words = blocks.shape
-    grid = (max(triton.cdiv(capacity, CHUNK), 1), size)
-    _refuse(grid, blocks, cuts, words, capacity, size, len(cuts) == 2, HEADER_WORDS, CHUNK)
+    _refuse((_grid(capacity), size), blocks, cuts, words, capacity, size, len(cuts) == 2)
 
 
 def scatter_add(block: Tensor, capacity: int, region: Tensor) -> None:
-    """Add a block's pairs to the region, but none that lies outside it."""
     if capacity:
-        grid, numel = (triton.cdiv(capacity, CHUNK),), region.numel()
-        _add(grid, block, region, region, capacity, numel, False, HEADER_WORDS, CHUNK)
+        _add((_grid(capacity),), block, region, region, capacity, region.numel(), False)
 
 
 def gather_zero(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> None:
-    """Write what the region has for each of a block's pairs into `value`, and NOTHING there: it is had once."""
     if capacity:
-        grid, numel = (triton.cdiv(capacity, CHUNK),), region.numel()
-        _add(grid, block, region, value, capacity, numel, True, HEADER_WORDS, CHUNK)
+        _add((_grid(capacity),), block, region, value, capacity, region.numel(), True)
 
 
 def deliver(
     gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor
 ) -> None:
-    """Write the mean over ranks of what all owners kept into `out`, zeros elsewhere; make `acc` what remains."""
     size, words = gathered.shape
     out.zero_()
     _deliver(
-        (max(triton.cdiv(capacity, CHUNK), 1), size), gathered, sent, cuts, out, acc, held, told, acc.numel(), words,
-        capacity, torch.finfo(out.dtype).max, size, out.dtype != torch.float32, capacity.bit_length(),
-        HEADER_WORDS, len(told), CHUNK,
+        (_grid(capacity), size), gathered, sent, cuts, out, acc, held, told, acc.numel(), words, capacity,
+        torch.finfo(out.dtype).max, size, out.dtype != torch.float32, capacity.bit_length(), len(told),
     )  # fmt: skip
 
 
 def rollback_if(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:
-    """If `bad`, a scalar tensor, is not zero: copy `held` into `acc`, and fill `out` with `filling`."""
-    _settle((PROGRAMS,), bad, acc, held, out, acc.numel(), filling, CHUNK)
+    _settle((PROGRAMS,), bad, acc, held, out, acc.numel(), filling)
 
 
 @triton.jit
-def _row_of(starts, low, high, place, HALVINGS: tl.constexpr):
+def _row_of(starts, low, high, place, HALVINGS: constexpr):
     """The row of each place: the last one that begins there or before, between two that are given.
 
-    low <= middle <= high at every halving, so that `starts` is read between these two alone: `Rows.make` made them.
+    low <= middle <= high at every halving, so that `starts` is read between these two alone: `Rows` made them.
     """
     low += tl.zeros_like(place)
     high += tl.zeros_like(place)
@@ -211,7 +185,7 @@ def _row_of(starts, low, high, place, HALVINGS: tl.constexpr):
 
 
 @triton.jit
-def _digit(counts, wanted, BINS: tl.constexpr):
+def _digit(counts, wanted, BINS: constexpr):
     """The largest digit that `wanted` reach, and how many are above it."""
     each = tl.arange(0, BINS)
     count = tl.load(counts + each)
@@ -222,11 +196,8 @@ def _digit(counts, wanted, BINS: tl.constexpr):
 
 @_kernel("stride", "sample", "last")
 def _count(
-    grad, held, starts, scale, wanted, counts, turn, stride, sample, last,
-    DIGIT: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr,
-    SHIFT_0: tl.constexpr, SHIFT_1: tl.constexpr, SHIFT_2: tl.constexpr,
-    BINS_0: tl.constexpr, BINS_1: tl.constexpr, BINS_2: tl.constexpr, RUN: tl.constexpr, LARGEST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    grad, held, starts, scale, wanted, counts, turn, stride, sample, last, DIGIT: constexpr, ADDS: constexpr,
+    SCALED: constexpr, HALVINGS: constexpr,
 ):  # fmt: skip
     """Count the digits of a sample of scores: of those that share the threshold's digits before."""
     number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -254,17 +225,14 @@ def _count(
 
 
 @triton.jit
-def _histogram(counts, digit, there, BINS: tl.constexpr):
+def _histogram(counts, digit, there, BINS: constexpr):
     """Count digits below BINS: they are cut to its bits, of which the first have no sign, whatever the score is."""
     made = tl.histogram(digit, BINS, mask=there)
     tl.atomic_add(counts + tl.arange(0, BINS), made, made != 0, sem="relaxed")
 
 
 @_kernel()
-def _pick(
-    wanted, counts, out, SHIFT_0: tl.constexpr, SHIFT_1: tl.constexpr, SHIFT_2: tl.constexpr,
-    BINS_0: tl.constexpr, BINS_1: tl.constexpr, BINS_2: tl.constexpr,
-):  # fmt: skip
+def _pick(wanted, counts, out):
     """Put the threshold's digits together, and make all counts zero."""
     left = tl.load(wanted)
     first, above = _digit(counts, left, BINS_0)
@@ -280,7 +248,7 @@ def _pick(
 
 
 @_kernel()
-def _squares(grad, edges, pieces, CHUNK: tl.constexpr):
+def _squares(grad, edges, pieces):
     """Sum the squares of a piece of a row."""
     piece = tl.program_id(0)
     start, end = tl.load(edges + piece), tl.load(edges + piece + 1)
@@ -310,8 +278,7 @@ def _has_turn(rank, begin, wrapped, room):
 @_kernel("numel")
 def _find(
     grad, held, acc, threshold, turn, starts, scale, first, place, value, count, bad, groups, numel,
-    ADDS: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, LARGEST: tl.constexpr,
+    ADDS: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     local = tl.arange(0, TILE)
@@ -364,7 +331,7 @@ def _find(
 
 
 @triton.jit
-def _before(place, count, cut, tile, tiles, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr):
+def _before(place, count, cut, tile, tiles, GROUP: constexpr, ROOM: constexpr):
     """How many of what was found in the cut's group of tiles lie before the cut."""
     each = tile // GROUP * GROUP + tl.arange(0, GROUP)
     before = tl.sum(tl.load(count + each, each < tile, other=0), 0)
@@ -377,7 +344,7 @@ def _before(place, count, cut, tile, tiles, GROUP: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def _plan_groups(groups, starts, num_groups, CHUNK: tl.constexpr):
+def _plan_groups(groups, starts, num_groups):
     """Write how many are found before each group."""
     at = tl.arange(0, CHUNK)
     before = tl.full((), 0, tl.int64)
@@ -392,8 +359,8 @@ def _plan_groups(groups, starts, num_groups, CHUNK: tl.constexpr):
 
 @triton.jit
 def _slots(
-    place, value, starts, scale, tile, held, done, low_cut, high_cut, last, SCALED: tl.constexpr,
-    HALVINGS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, LARGEST: tl.constexpr,
+    place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
+    SCALED: constexpr, HALVINGS: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """Some slots of each of these tiles: their indices, values, and the bits of their scores; -1 out of the region."""
     slot = done + tl.arange(0, SLOTS)[None, :]
@@ -412,8 +379,7 @@ def _slots(
 @triton.jit
 def _least(
     place, value, count, starts, scale, low_cut, high_cut, capacity, first_group, end_group, tiles, last,
-    SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
-    ROOM: tl.constexpr, LARGEST: tl.constexpr,
+    SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """The bits of the least score that has room in a region that was asked for more: by four digits of eight bits."""
     each = tl.arange(0, 256)
@@ -428,9 +394,8 @@ def _least(
             most, done = tl.max(held, 0), 0
             while done < most:
                 _, _, bits = _slots(
-                    place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
-                    SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
-                )  # fmt: skip
+                    place, value, starts, scale, tile, held, done, low_cut, high_cut, last, SCALED, HALVINGS, ROOM
+                )
                 bits = tl.reshape(bits, (GROUP * SLOTS,))
                 same = (bits >= 0) & ((bits >> shift) >> 8 == (least >> shift) >> 8)  # in the digits before this one
                 counts += tl.histogram((bits >> shift) & 255, 256, mask=same)
@@ -446,15 +411,14 @@ def _least(
 @triton.jit
 def _plan_largest(
     place, value, count, starts, scale, turn, plan, region, low_cut, high_cut, capacity, first_group, end_group,
-    tiles, num_groups, last, SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr,
-    SLOTS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
+    tiles, num_groups, last, SIZE: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """Plan who has room in a region that was asked for more, which is seldom: the bits of the least score that has it,
     which equals have their turn, and for each group how many larger and how many equal ones lie before it.
     """
     least = _least(
         place, value, count, starts, scale, low_cut, high_cut, capacity, first_group, end_group, tiles, last,
-        SCALED, HALVINGS, GROUP, SLOTS, TILE, ROOM, LARGEST,
+        SCALED, HALVINGS, GROUP, ROOM,
     )  # fmt: skip
     before = plan + PLANNED * SIZE + num_groups + region.to(tl.int64) * 2 * num_groups
     larger, equal = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
@@ -467,9 +431,8 @@ def _plan_largest(
         most, done = tl.max(held, 0), 0
         while done < most:
             _, _, bits = _slots(
-                place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
-                SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
-            )  # fmt: skip
+                place, value, starts, scale, tile, held, done, low_cut, high_cut, last, SCALED, HALVINGS, ROOM
+            )
             larger += tl.sum(tl.sum((bits > least).to(tl.int32), 1), 0)
             equal += tl.sum(tl.sum((bits == least).to(tl.int32), 1), 0)
             done += SLOTS
@@ -484,16 +447,14 @@ def _plan_largest(
 @_kernel("words", "capacity", "tiles", "num_groups", "last")
 def _plan(
     place, value, count, groups, starts, scale, cuts, bad, turn, plan, blocks, words, capacity, tiles, num_groups, last,
-    SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
-    TILE: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZE: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """Plan for each region where it begins among what was found, and write its block's head. One program more plans
     where each group of tiles begins.
     """
     region = tl.program_id(0)
     if region == SIZE:
-        _plan_groups(groups, plan + PLANNED * SIZE, num_groups, CHUNK)
+        _plan_groups(groups, plan + PLANNED * SIZE, num_groups)
         return
     low_cut, high_cut = tl.load(cuts + region), tl.load(cuts + region + 1)
     low_tile, high_tile = tl.minimum(low_cut // TILE, tiles), tl.minimum(high_cut // TILE, tiles)
@@ -506,8 +467,8 @@ def _plan(
         low_sum += tl.where(at < low_tile // GROUP, counts, 0)
         at += CHUNK
         left -= CHUNK
-    low = tl.sum(low_sum, 0) + _before(place, count, low_cut, low_tile, tiles, GROUP, TILE, ROOM)
-    demand = tl.sum(high_sum, 0) + _before(place, count, high_cut, high_tile, tiles, GROUP, TILE, ROOM) - low
+    low = tl.sum(low_sum, 0) + _before(place, count, low_cut, low_tile, tiles, GROUP, ROOM)
+    demand = tl.sum(high_sum, 0) + _before(place, count, high_cut, high_tile, tiles, GROUP, ROOM) - low
     tl.store(plan + region, low)
     tl.store(plan + SIZE + region, (demand > capacity).to(tl.int64))
     block = blocks + region.to(tl.int64) * words
@@ -519,15 +480,14 @@ def _plan(
         _plan_largest(
             place, value, count, starts, scale, turn, plan, region, low_cut, high_cut, capacity,
             (low_tile // GROUP).to(tl.int32), tl.minimum(high_tile // GROUP + 1, num_groups).to(tl.int32),
-            tiles, num_groups, last, SIZE, SCALED, HALVINGS, GROUP, SLOTS, TILE, ROOM, PLANNED, LARGEST,
+            tiles, num_groups, last, SIZE, SCALED, HALVINGS, GROUP, ROOM,
         )  # fmt: skip
 
 
 @_kernel("words", "capacity", "tiles", "num_groups", "last")
 def _send(
     place, value, count, starts, scale, cuts, plan, blocks, words, capacity, tiles, num_groups, last,
-    SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
-    TILE: tl.constexpr, ROOM: tl.constexpr, HEADER: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
+    SIZE: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """Copy the pairs of a group of tiles, region by region, of which there is nearly always one, and a few slots of
     each tile at a time: most tiles have few.
@@ -548,7 +508,7 @@ def _send(
         if tl.load(plan + SIZE + region) != 0:
             _send_largest(
                 place, value, starts, scale, plan, block, tile, held, low_cut, high_cut, region, group, capacity,
-                num_groups, last, SIZE, SCALED, HALVINGS, SLOTS, TILE, ROOM, PLANNED, LARGEST,
+                num_groups, last, SIZE, SCALED, HALVINGS, ROOM,
             )  # fmt: skip
         else:
             first = (start - tl.load(plan + region)).to(tl.int32)[:, None]
@@ -571,8 +531,7 @@ def _send(
 @triton.jit
 def _send_largest(
     place, value, starts, scale, plan, block, tile, held, low_cut, high_cut, region, group, capacity, num_groups, last,
-    SIZE: tl.constexpr, SCALED: tl.constexpr, HALVINGS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
-    ROOM: tl.constexpr, PLANNED: tl.constexpr, LARGEST: tl.constexpr,
+    SIZE: constexpr, SCALED: constexpr, HALVINGS: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """Copy those pairs of a group of tiles that have room in a region which was asked for more, see `_plan_largest`."""
     least = tl.load(plan + 2 * SIZE + region).to(tl.int32)
@@ -584,9 +543,8 @@ def _send_largest(
     done = 0
     while done < most:
         _, _, bits = _slots(
-            place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
-            SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
-        )  # fmt: skip
+            place, value, starts, scale, tile, held, done, low_cut, high_cut, last, SCALED, HALVINGS, ROOM
+        )
         larger += tl.sum((bits > least).to(tl.int32), 1)
         equal += tl.sum((bits == least).to(tl.int32), 1)
         done += SLOTS
@@ -596,9 +554,8 @@ def _send_largest(
     done = 0
     while done < most:
         index, x, bits = _slots(
-            place, value, starts, scale, tile, held, done, low_cut, high_cut, last,
-            SCALED, HALVINGS, SLOTS, TILE, ROOM, LARGEST,
-        )  # fmt: skip
+            place, value, starts, scale, tile, held, done, low_cut, high_cut, last, SCALED, HALVINGS, ROOM
+        )
         above, ties = (bits > least).to(tl.int32), (bits == least).to(tl.int32)
         larger_rank = larger[:, None] + tl.cumsum(above, 1) - above
         rank = equal[:, None] + tl.cumsum(ties, 1) - ties
@@ -614,10 +571,7 @@ def _send_largest(
 
 
 @_kernel("words", "capacity")
-def _refuse(
-    blocks, cuts, words, capacity,
-    SIZE: tl.constexpr, SHARED: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr):
     """Look at a few slots of a block, and at its head; word 1, which is written, is read by nobody here."""
     block = blocks + tl.program_id(1).to(tl.int64) * words
     region = cuts
@@ -636,7 +590,7 @@ def _refuse(
 
 
 @_kernel("capacity", "numel")
-def _add(block, region, value, capacity, numel, CLAIMS: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
+def _add(block, region, value, capacity, numel, CLAIMS: constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = (slot < tl.load(block)) & (slot < capacity)  # what a block says of itself may be anything
     at = tl.load(block + HEADER + slot, there, other=0)
@@ -655,8 +609,7 @@ def _add(block, region, value, capacity, numel, CLAIMS: tl.constexpr, HEADER: tl
 @_kernel("numel", "words", "capacity", "limit")
 def _deliver(
     gathered, sent, cuts, out, acc, held, told, numel, words, capacity, limit,
-    SIZE: tl.constexpr, NARROW: tl.constexpr, HALVINGS: tl.constexpr, HEADER: tl.constexpr, TOLD: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZE: constexpr, NARROW: constexpr, HALVINGS: constexpr, TOLD: constexpr,
 ):  # fmt: skip
     num_sent, num_kept, bad = 0, 0, 0
     for owner in range(SIZE):
@@ -670,7 +623,7 @@ def _deliver(
         tl.store(told + TOLD - 1, tl.load(told + TOLD - 1) + 1)
     if bad != 0:
         program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-        _copy(held, acc, numel, program, tl.num_programs(0) * tl.num_programs(1), CHUNK)
+        _copy(held, acc, numel, program, tl.num_programs(0) * tl.num_programs(1))
         return
     owner = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -703,7 +656,7 @@ def _deliver(
 
 
 @triton.jit
-def _copy(source, to, numel, program, programs, CHUNK: tl.constexpr):
+def _copy(source, to, numel, program, programs):
     start = program.to(tl.int64) * CHUNK
     while start < numel:
         at = start + tl.arange(0, CHUNK)
@@ -712,9 +665,9 @@ def _copy(source, to, numel, program, programs, CHUNK: tl.constexpr):
 
 
 @_kernel("numel", "filling")
-def _settle(bad, acc, held, out, numel, filling, CHUNK: tl.constexpr):
+def _settle(bad, acc, held, out, numel, filling):
     if tl.load(bad) != 0:
-        _copy(held, acc, numel, tl.program_id(0), tl.num_programs(0), CHUNK)
+        _copy(held, acc, numel, tl.program_id(0), tl.num_programs(0))
         start = tl.program_id(0).to(tl.int64) * CHUNK
         while start < numel:
             at = start + tl.arange(0, CHUNK)

@@ -1,14 +1,15 @@
 """`attach`: Ok-Topk in a DDP script, in one line.
 
-The comm hook hands each bucket to a worker thread and returns at once, so that the exchange overlaps backward; the
-worker has a process group of its own. All buckets' futures are completed together, when the last one is done: only then
-is it known that every rank's whole gradient was finite, and the residuals are committed, or none is.
+The hook hands each bucket to a worker thread with a process group of its own, so that the exchange overlaps backward.
+The futures of all buckets are completed together, once every rank's whole gradient is known to be finite or refused.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,16 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
 from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.cuda.events import record_event, wait_event
-from oktopk.ddp.config import DDPConfig, Exclusion, checked_rules
-from oktopk.ddp.engine import Bucket, Engine
+from oktopk.ddp.engine import Bucket, DDPConfig, Engine, Exclusion, rules_of
 from oktopk.ddp.hook import check_alone_in_backward, check_model, hook_of, register
 from oktopk.ddp.loss_scale import forget_scalers, scaler_of_this_backward, watch_scalers
 from oktopk.ddp.mixed_precision import gradient_dtype
-from oktopk.ddp.thread import WorkerThread
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
 from oktopk.kernels import kernels_for
 from oktopk.steps import make_groups
-from oktopk.telemetry import SINK_PATIENCE_S, Sink, Sinks, StepRecord, Summary
+from oktopk.telemetry.schema import StepRecord
+from oktopk.telemetry.sinks import SINK_PATIENCE_S, Sink, Sinks
+from oktopk.telemetry.summary import Summary
 
 VERSION = 3
 SMALL = 16_384
@@ -49,7 +50,7 @@ def small_or_vector(name: str, parameter: Tensor) -> bool:  # noqa: ARG001
 
 def attach(
     ddp_model: DistributedDataParallel,
-    algorithm: Algorithm | str,
+    algorithm: Algorithm | str = "oktopk",
     *,
     dense_steps: int = 128,
     exclude: Exclusion | Iterable[Exclusion] = small_or_vector,
@@ -63,6 +64,7 @@ def attach(
 ) -> Attached:
     """Make DDP exchange its gradients with `algorithm`; return the handle to it. All ranks call this alike.
 
+    algorithm           an algorithm, the name of one, or any object with its `init` and `reduce`; default: OkTopk()
     dense_steps         steps before the first sparse one; they flush whatever residual there is
     exclude             what travels dense: glob patterns of names, predicates of (name, parameter), or several of both
     clip                sparse steps: this rank's gradient is scaled to a norm of at most clip / sqrt(P) before the
@@ -81,14 +83,17 @@ def attach(
     config = DDPConfig(
         algorithm=_algorithm_of(algorithm),
         dense_steps=int(within("dense_steps", dense_steps, 0)),
-        exclude=exclude if isinstance(exclude, str) or callable(exclude) else tuple(exclude),
+        exclude=rules_of(exclude),
         clip=None if clip is None else within("clip", clip, 0, open_low=True),
-        density_schedule=_checked_schedule(density_schedule),
+        density_schedule=tuple(
+            (int(within("steps of density_schedule", steps, 1)), within("density", density, 0, 1, open_low=True))
+            for steps, density in density_schedule or ()
+        ),
         on_nonfinite=one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip")),
         scaled=scaler is not None and bool(scaler.is_enabled()),
     )
     for _, density in config.density_schedule:
-        config.algorithm.with_density(density)
+        config.algorithm.with_density(density)  # raises if the algorithm has none
     if not config.scaled:
         watch_scalers()
     attached = Attached(ddp_model, config, scaler, sinks, group, timeout)
@@ -98,12 +103,7 @@ def attach(
 
 
 class Attached:
-    """The handle that `attach` returns.
-
-    last          the record of the latest step; None before the first
-    summary()     all steps so far
-    detach()      back to plain DDP; joins the worker
-    """
+    """The handle that `attach` returns. `rank` and `size` are those of `group`, the process group of the exchange."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Attached:
         timeout: float,
     ) -> None:
         parameters = _parameters_of(ddp_model)
-        checked_rules(config.exclude, parameters)
+        config.travel_dense(parameters)  # raises for a pattern that matches nothing, before ranks meet
         self._model = weakref.ref(ddp_model)
         devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
         if len(devices) > 1:
@@ -128,16 +128,13 @@ class Attached:
         self._looks_for_scaler = not config.scaled
         self._done: Future[Exception | None] = Future()  # of the step that is being made
         self.group = group or _new_group(ddp_model, timeout)
-        self._worker = WorkerThread("oktopk exchange")
-        self._engine = Engine(
-            parameters,
-            make_groups(list(parameters.items()), int(ddp_model.bucket_bytes_cap), gradient_dtype(ddp_model)),
-            MeteredComm(ProcessGroupComm(self.group)),
-            config,
-            Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2)),  # so that the other ranks do not give up before
-            scaler,
-            may_be_unused=bool(ddp_model.find_unused_parameters or ddp_model.static_graph),
-        )
+        comm = MeteredComm(ProcessGroupComm(self.group))
+        self.rank, self.size = comm.rank, comm.size
+        groups = make_groups(list(parameters.items()), int(ddp_model.bucket_bytes_cap), gradient_dtype(ddp_model))
+        writes = Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))  # a sink is dropped before the other ranks give up
+        may_be_unused = bool(ddp_model.find_unused_parameters or ddp_model.static_graph)
+        self._engine = Engine(parameters, groups, comm, config, writes, scaler, may_be_unused)
+        self._worker = WorkerThread()
         self._finalizer = weakref.finalize(
             self, _shut_down, os.getpid(), self._worker, self._engine, self.group, group is None, timeout
         )
@@ -149,24 +146,14 @@ class Attached:
 
     @property
     def last(self) -> StepRecord | None:
-        """The record of the latest step."""
+        """The record of the latest step; None before the first."""
         return self._engine.last
 
     @property
     def active(self) -> bool:
         """Whether gradients go through here: registered, the worker alive, nothing failed. A script can assert it."""
         hook = hook_of(self._model())
-        return hook is not None and hook.target is self and self._worker.alive and self._engine.failure is None
-
-    @property
-    def rank(self) -> int:
-        """This rank in the group of the exchange."""
-        return self._engine.comm.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._engine.comm.size
+        return hook is not None and hook.target is self and self._worker.is_alive() and self._engine.failure is None
 
     @property
     def step(self) -> int:
@@ -183,9 +170,10 @@ class Attached:
         return float(self.residual_norm_tensor())
 
     def residual_norm_tensor(self) -> Tensor:
-        """Return the norm of this rank's residual on its device; the host does not wait for it."""
+        """Return the same norm on the residual's device; the host does not wait for it."""
         norms = [torch.linalg.vector_norm(group.residual.held).double() for group in self._engine.groups]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     @property
     def algorithm(self) -> Any:
@@ -208,8 +196,7 @@ class Attached:
 
     def exclude(self, exclude: Exclusion | Iterable[Exclusion]) -> None:
         """Make other parameters travel dense from the next step on, which also delivers their residuals."""
-        chosen = exclude if isinstance(exclude, str) or callable(exclude) else tuple(exclude)
-        self._engine.change(replace(self._engine.config, exclude=chosen))
+        self._engine.change(replace(self._engine.config, exclude=rules_of(exclude)))
 
     def summary(self) -> Summary:
         """Return the totals of all steps so far; `print` shows them as a table."""
@@ -234,7 +221,7 @@ class Attached:
             "algorithm": type(self.algorithm).__name__,
             "rank": self.rank,
             "size": self.size,
-            "step": self._engine.next_step,
+            "step": self.step,
             "residual": self.residual,
             "groups": [group.state_dict() for group in self._engine.groups],
         }
@@ -244,18 +231,15 @@ class Attached:
 
         Mode, ranking and all other settings are those of this attachment, not the saved ones.
         """
-        self._check_fits(saved)
-        mine = {
-            "algorithm": type(self.algorithm).__name__,
-            "size": self._engine.comm.size,
-            "rank": self._engine.comm.rank,
-        }
+        version = saved.get("version") if isinstance(saved, Mapping) else None
+        if version != VERSION:
+            raise StateError(f"wanted an attachment's state dict of version {VERSION}, not of version {version!r}")
+        self.check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()})
+        mine = {"algorithm": type(self.algorithm).__name__, "size": self.size, "rank": self.rank}
         for what, ours in mine.items():
             if saved[what] != ours:
-                raise StateError(
-                    f"the state dict is of {what} {saved[what]!r}, here it is {ours!r}"
-                    + ("; save_distributed and load_distributed change the world size" if what == "size" else "")
-                )
+                advice = "; save_distributed and load_distributed change the world size" if what == "size" else ""
+                raise StateError(f"the state dict is of {what} {saved[what]!r}, here it is {ours!r}{advice}")
         self.load_residual(saved["residual"], saved["step"])
         self.load_groups(saved["groups"])
 
@@ -271,44 +255,51 @@ class Attached:
         """Resume with these algorithm states; where they do not fit the current settings, the algorithm starts anew."""
         groups, comm, algorithm = self._engine.groups, self._engine.comm, self._engine.config.algorithm
         if [int(group["group"]) for group in saved] != [group.fingerprint for group in groups]:
-            self._say_it_starts_anew("for other groups of parameters than here")
-            return
-        fits = [group.load_state_dict_(each, algorithm, comm) for group, each in zip(groups, saved, strict=True)]
-        if not all(fits):
-            self._say_it_starts_anew(f"with another algorithm, mode or ranking than {self.algorithm}")
-
-    def _say_it_starts_anew(self, why: str) -> None:
+            why = "for other groups of parameters than here"
+        else:
+            fits = [group.load_state_dict_(each, algorithm, comm) for group, each in zip(groups, saved, strict=True)]
+            if all(fits):
+                return
+            why = f"with another algorithm, mode or ranking than {self.algorithm}"
         if not self.rank:
             sys.stderr.write(f"oktopk: the state was saved {why}: residuals are kept, the algorithm starts anew\n")
 
     def announce(self) -> None:
         """Print the active settings to stderr on rank 0."""
-        if self._engine.comm.rank:
+        if self.rank:
             return
-        dense = [self._engine.parameters[name].numel() for group in self._engine.groups for name in group.dense_names]
+        groups, steps = self._engine.groups, self._engine.config.dense_steps
+        dense = [self._engine.parameters[name].numel() for group in groups for name in group.dense_names]
         total = [parameter.numel() for parameter in self._engine.parameters.values()]
         sparse = sum(total) - sum(dense)
-        steps = self._engine.config.dense_steps
-        kernel = "gpu (triton), steps stay there" if self._engine.on_device else self._kernel()
+        on_device = self._engine.on_device
+        kernel = "gpu (triton), steps stay there" if on_device else kernels_for(groups[0].residual.held).name
         sys.stderr.write(
-            f"oktopk: {self.algorithm} on {self._engine.comm.size} ranks; "
+            f"oktopk: {self.algorithm} on {self.size} ranks; "
             f"{f'{steps} dense steps, then sparse' if steps else 'sparse from the first step'}; "
             f"{len(total) - len(dense)} parameters ({sparse:,} elements) sparse, {len(dense)} ({sum(dense):,}) dense; "
             f"kernel: {kernel}\n"
         )
-        if not sparse:
-            sys.stderr.write("oktopk: WARNING: every parameter travels dense, nothing will be compressed\n")
-
-    def _kernel(self) -> str:
-        return kernels_for(self._engine.groups[0].residual.held).NAME if self._engine.groups else "none"
+        selected = 2 * sparse * (self.density or 1.0)  # an index and a value each
+        warnings = {
+            "one rank has nobody to exchange with: its sparse steps only cost time": self.size == 1,
+            "every parameter travels dense, nothing will be compressed": not sparse,
+            f"most bytes travel dense: {sum(dense):,} elements of small tensors. Give attach another exclude=, such as "
+            "() for none": sparse and sum(dense) > selected,
+        }
+        for text in (text for text, holds in warnings.items() if holds):
+            sys.stderr.write(f"oktopk: WARNING: {text}\n")
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
         model = self._model()
         if model is not None and not vars(model).get("_divide_by_initial_world_size", True):
             raise SettingError("Join(divide_by_initial_world_size=False) is not supported: the mean is over all ranks")
+        in_backward = torch._C._current_graph_task_id() >= 0  # Join also calls hooks outside of it
         if bucket.index() == 0:  # the buckets of a step are done together
             self._done = Future(devices=self._devices)
+        if bucket.is_last() and in_backward:  # an earlier bucket may be of a backward pass before this one
+            _raise_after_backward(self._done)
         buffer = bucket.buffer().detach()  # under create_graph it is part of a graph
         taken = Bucket(
             index=bucket.index(),
@@ -320,18 +311,12 @@ class Attached:
             ready=record_event(buffer.device),
         )
         if buffer.is_cuda or not self._engine.is_plain_allreduce:
-            self._worker.submit(partial(self._engine.take_and_flush, taken))
+            self._worker.jobs.put(partial(self._engine.take_and_flush, taken))
         else:
             self._engine.take(taken)  # gloo sums in threads of its own: a hop through ours would only delay it
             if taken.is_last:
-                self._worker.submit(self._engine.flush_records)
-        return self._done.then(partial(_outcome, taken))
-
-    def _check_fits(self, saved: Mapping[str, Any]) -> None:
-        version = saved.get("version") if isinstance(saved, Mapping) else None
-        if version != VERSION:
-            raise StateError(f"wanted an attachment's state dict of version {VERSION}, not of version {version!r}")
-        self.check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()})
+                self._worker.jobs.put(self._engine.flush_records)
+        return self._done.then(partial(_outcome, taken, in_backward))
 
     def check_parameters(self, theirs: Mapping[str, int]) -> None:
         """Refuse a state whose parameters, given by name and length, are not this model's."""
@@ -344,24 +329,56 @@ class Attached:
             )
 
 
-def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Return the parameters that DDP reduces, by name: those in its buckets.
+class WorkerThread(threading.Thread):
+    """Runs the `jobs` that are put into its queue, until `stop`. A job deals with its own errors."""
 
-    They required gradients when DDP was made. One that was frozen or unfrozen since has changed nothing there.
-    """
+    def __init__(self) -> None:
+        super().__init__(name="oktopk exchange", daemon=True)
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """Run the jobs."""
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job  # or the last job, and all it refers to, would live until the next one comes
+
+    def stop(self, timeout: float) -> None:
+        """Join the thread, after the jobs that are waiting."""
+        self.jobs.put(None)
+        if threading.current_thread() is not self:
+            self.join(timeout)
+
+
+def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters in DDP's buckets, by name: those that required gradients when DDP was made."""
     buckets = model.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return {name: parameter for name, parameter in model.module.named_parameters() if id(parameter) in reduced}
 
 
-def _outcome(bucket: Bucket, done: Future[Exception | None]) -> Tensor:
-    """Return the bucket's buffer to DDP, or raise in its backward()."""
+def _outcome(bucket: Bucket, in_backward: bool, done: Future[Exception | None]) -> Tensor:
+    """Return the bucket's buffer to DDP. After an error it holds no mean, and backward() raises that error."""
     error = done.value()
-    if error is not None:
-        forget_scalers()
+    if error is None:
+        wait_event(bucket.buffer.device, bucket.over)
+    elif not in_backward:
         raise error
-    wait_event(bucket.buffer.device, bucket.over)
     return bucket.buffer
+
+
+def _raise_after_backward(done: Future[Exception | None]) -> None:
+    """Make this backward() raise the error of its step, once DDP is through: an error in a future loses its class."""
+    autograd = torch.autograd.Variable._execution_engine
+
+    def check() -> None:
+        error = done.value()
+        if error is not None:
+            forget_scalers()
+            raise error
+
+    # DDP queues its own callback during backward. One that is queued by a callback comes after it.
+    autograd.queue_callback(lambda: autograd.queue_callback(check))
 
 
 def _check_ranks(group: dist.ProcessGroup, model: DistributedDataParallel) -> None:
@@ -407,10 +424,3 @@ def _shut_down(
 
 def _algorithm_of(algorithm: Algorithm | str) -> Algorithm:
     return as_algorithm(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm)
-
-
-def _checked_schedule(schedule: Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    return tuple(
-        (int(within("steps of density_schedule", steps, 1)), within("density", density, 0, 1, open_low=True))
-        for steps, density in schedule or ()
-    )

@@ -3,16 +3,14 @@
 On the device path nothing here waits for the GPU: the stats of a step, a NaN or Inf among them, are read later.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,14 +18,67 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.futures import Future
 
-from oktopk.algorithms.base import StepStats
+from oktopk.algorithms import Algorithm
+from oktopk.algorithms.base import StepStats, describe
 from oktopk.comm import MeteredComm
+from oktopk.comm.agree import check_same, gather_settings
 from oktopk.cuda.events import record_event
-from oktopk.ddp.config import DDPConfig
-from oktopk.ddp.transforms import clip_factor, loss_scale_of
-from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
+from oktopk.ddp.loss_scale import loss_scale_of
+from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError, hint
 from oktopk.steps import READBACK_DELAY, MadeStep, ParamGroup, StepContext, StepLog, Steps
-from oktopk.telemetry import Sinks, StepRecord, Summary, total_of
+from oktopk.telemetry.record import total_of
+from oktopk.telemetry.schema import StepRecord
+from oktopk.telemetry.sinks import Sinks
+from oktopk.telemetry.summary import Summary
+
+Exclusion = str | Callable[[str, Tensor], bool]
+
+
+@dataclass
+class DDPConfig:
+    """The settings of `attach`; `Attached` changes those that may change between steps."""
+
+    algorithm: Algorithm
+    dense_steps: int
+    exclude: tuple[Exclusion, ...]
+    clip: float | None
+    density_schedule: tuple[tuple[int, float], ...]
+    on_nonfinite: str
+    scaled: bool = False  # a GradScaler scales the loss
+
+    def algorithm_at(self, step: int) -> Algorithm | None:
+        """Return the algorithm of a step, with the density that the schedule gives it; None for a dense step."""
+        sparse_step = step - self.dense_steps
+        if sparse_step < 0:
+            return None
+        for steps, density in self.density_schedule:
+            if sparse_step < steps:
+                return self.algorithm.with_density(density)
+            sparse_step -= steps
+        return self.algorithm
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that all ranks must share; each knows its own `exclude` only as the names it chooses."""
+        rest = ("dense_steps", "clip", "density_schedule", "on_nonfinite", "scaled")
+        return {"algorithm": describe(self.algorithm.given), **{name: getattr(self, name) for name in rest}}
+
+    def travel_dense(self, parameters: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of the parameters that travel dense; refuse a pattern that no parameter's name matches."""
+        dense: set[str] = set()
+        for rule in self.exclude:
+            if isinstance(rule, str):
+                matching = {name for name in parameters if fnmatchcase(name, rule)}
+            else:
+                matching = {name for name, parameter in parameters.items() if rule(name, parameter)}
+            if isinstance(rule, str) and not matching:
+                raise SettingError(f"exclude: no parameter matches {rule!r}.{hint(rule, parameters, cutoff=0.3)}")
+            dense |= matching
+        return dense
+
+
+def rules_of(exclude: Exclusion | Iterable[Exclusion]) -> tuple[Exclusion, ...]:
+    """Return one exclusion, or several of any iterable, as a tuple."""
+    return (exclude,) if isinstance(exclude, str) or callable(exclude) else tuple(exclude)
 
 
 @dataclass
@@ -55,13 +106,13 @@ class _Records:
     unwritten: deque[StepRecord] = field(default_factory=deque)
 
     def add(self, made: MadeStep, stats: Sequence[StepStats | None]) -> None:
-        """Make the record of a step that is over."""
         phase = made.context.phase
         self.last = replace(
             total_of(made.records(stats, self.size, phase), step=made.context.step, phase=phase),
             skipped=made.error is not None,
             reason=None if made.error is None else str(made.error),
             wait_seconds=made.wait_seconds,
+            step_seconds=made.step_seconds,
         )
         self.summary.add_(self.last)
         self.unwritten.append(self.last)
@@ -91,6 +142,7 @@ class Engine:
         self._buckets: list[Bucket] = []  # of the step that is being made
         self._arrived: dict[str, Tensor] = {}
         self._waiting: list[ParamGroup] = []
+        self._ended_s: float | None = None  # when the last step was over
         self._write_lock = threading.Lock()
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
@@ -139,12 +191,9 @@ class Engine:
         return self._steps.on_device(self.config.algorithm, self._may_be_unused)
 
     def take_and_flush(self, bucket: Bucket) -> None:
-        """Take a bucket on a thread of the exchange's own; there is time for the records after the last one.
-
-        Where steps stay on the device, after the first: those of earlier steps, while the host waits for the next
-        bucket, not while it makes the next forward.
-        """
+        """Take a bucket on the worker thread, and write records after the last one."""
         self.take(bucket)
+        # On the device path after the first one: the host then waits for the next bucket, not in the next forward.
         if bucket.index == 0 if self._steps.delay else bucket.is_last:
             self.flush_records()
 
@@ -161,7 +210,7 @@ class Engine:
 
     def _follow(self, ready: torch.Event, device: torch.device) -> None:
         """Work on a stream of the exchange's own, behind what makes the gradients."""
-        if self._stream is None:  # this thread works on it ever after: to choose it anew each time takes longer
+        if self._stream is None:  # this thread keeps it: to choose it anew each time takes longer
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             torch.cuda.set_device(device)
             torch.cuda.set_stream(self._stream)
@@ -190,16 +239,15 @@ class Engine:
             self._log.drain()
         scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else bucket.scaler
         loss_scale = 1.0 if scaler is None else self._loss_scale(scaler, on_device)
-        self._steps.begin(
-            StepContext(
-                step=self.next_step,
-                algorithm=algorithm,
-                grad_scale=1.0 / loss_scale,
-                loss_scale=loss_scale,
-                may_be_unused=self._may_be_unused,
-                filling=0.0 if scaler is None else math.nan,
-            )
+        context = StepContext(
+            step=self.next_step,
+            algorithm=algorithm,
+            grad_scale=1.0 / loss_scale,
+            loss_scale=loss_scale,
+            may_be_unused=self._may_be_unused,
+            filling=0.0 if scaler is None else math.nan,
         )
+        self._steps.begin(context)
         self._buckets, self._arrived, self._waiting = [], {}, list(self.groups)
 
     def _loss_scale(self, scaler: Any, on_device: bool) -> float | Tensor:
@@ -207,17 +255,13 @@ class Engine:
         if not self.config.scaled:
             self.config = replace(self.config, scaled=True)
             if not self.comm.rank:
-                sys.stderr.write(
-                    "oktopk: a GradScaler scales the loss, and attach was not given it: its scale is used, as with "
-                    "scaler=\n"
-                )
+                sys.stderr.write("oktopk: a GradScaler scales the loss: its scale is used, as with attach(scaler=)\n")
         return loss_scale_of(scaler, on_device)
 
     def _clip(self) -> None:
-        """Scale this rank's gradient to a norm of at most clip / sqrt(P)."""
         assert self.config.clip is not None
         context, limit = self._steps.context, self.config.clip / math.sqrt(self.comm.size)
-        factor = clip_factor(self._arrived.values(), limit, context.loss_scale, bool(self._steps.delay))
+        factor = _clip_factor(self._arrived.values(), limit, context.loss_scale, bool(self._steps.delay))
         self._steps.context = replace(context, grad_scale=factor / context.loss_scale)
 
     def _start_complete_groups(self) -> None:
@@ -233,7 +277,10 @@ class Engine:
         # A step in which an earlier one's error is raised is not committed: what backward() does not return must not be
         # missing in the residuals.
         made = self._steps.finish(self._log.take_due(self._steps.context.step))
-        made.wait_seconds = time.perf_counter() - buckets[-1].came_s
+        now_s = time.perf_counter()
+        made.wait_seconds = now_s - buckets[-1].came_s
+        made.step_seconds = None if self._ended_s is None else now_s - self._ended_s
+        self._ended_s = now_s
         self._log.add(made)
         if not self._steps.delay:
             self._log.drain()
@@ -293,22 +340,30 @@ class Engine:
         """Make sure that all ranks are about to do the same."""
         # By the group's dtype: under DDP's mixed_precision a parameter's own is another one while backward runs.
         dtypes = {name: group.dtype for group in self.groups for name in group.names}
-        shapes = [f"{name} {tuple(p.shape)} {dtypes[name]}" for name, p in self.parameters.items()]
-        dense = [name for group in self.groups for name in group.dense_names]
-        mine = [zlib.crc32(repr(shapes).encode()), self.config.fingerprint(dense), self.next_step, int(self.on_device)]
-        device = self.groups[0].device if self.groups else torch.device("cpu")
-        every = self.comm.all_gather(torch.tensor(mine, device=device)).tolist()
+        mine = {
+            "the parameters": [f"{name} {tuple(p.shape)} {dtypes[name]}" for name, p in self.parameters.items()],
+            **self.config.settings(),
+            "the parameters that travel dense": [name for group in self.groups for name in group.dense_names],
+            "the step": self.next_step,
+            "the device path": self.on_device,
+        }
+        every = gather_settings(mine, self.comm, self.groups[0].device)
         self.comm.pop()
-        for what, column in zip(
-            ("parameters", "settings", "step", "kind of device"), zip(*every, strict=True), strict=True
-        ):
-            if len(set(column)) > 1:
-                differing = [rank for rank, value in enumerate(column) if value != column[0]]
-                raise MismatchError(f"the ranks disagree on the {what}: {differing} differ from rank 0")
+        check_same(every)
         self._agreed = True
 
     def _lay_out(self) -> None:
-        """Decide for every parameter whether it travels dense."""
         dense = self.config.travel_dense(self.parameters)
         for group in self.groups:
             group.lay_out_(dense.__contains__)
+
+
+def _clip_factor(grads: Iterable[Tensor], clip: float, loss_scale: float | Tensor, on_device: bool) -> float | Tensor:
+    """Return the factor that scales gradients to a norm of at most `clip`, once `loss_scale` is divided out."""
+    # Not by dot(): that adds up in another order where DDP has put a gradient elsewhere, as after a restart.
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    if on_device:
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / loss_scale
+        return torch.where(norm.isfinite() & (norm > clip), clip / norm, 1.0)
+    total = math.sqrt(math.fsum(each * each for each in map(float, norms))) / loss_scale
+    return clip / total if math.isfinite(total) and total > clip else 1.0

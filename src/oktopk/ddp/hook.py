@@ -2,7 +2,7 @@
 # No `from __future__ import annotations` here: DDP checks the hook's annotation itself, which must be the class.
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -14,24 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.ddp.mixed_precision import drop_hook_, widen_
 from oktopk.errors import SettingError
 
-
-class Target(Protocol):
-    """The receiver of the buckets."""
-
-    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        """Take a bucket; the future is done when its gradients are the means."""
-
-
 _HOOK = "_oktopk_hook"
 
 
 class Hook:
-    """The state of the registered hook: it hands buckets to its target, or reduces them as DDP would."""
+    """The state of the registered hook: its target, if any, is the `Attached` that takes the buckets."""
 
     def __init__(self, model: DistributedDataParallel | None) -> None:
         self.process_group: Any = None if model is None else model.process_group
         self.model = None if model is None else weakref.ref(model)
-        self.target: Target | None = None
+        self.target: Any = None
 
     def __reduce__(self) -> "tuple[type[Hook], tuple[None]]":
         return Hook, (None,)  # a copy of a model is attached to nothing, and DDP registers no hook for it
@@ -49,7 +41,8 @@ def _hook(state: Hook, bucket: GradBucket) -> Future[Tensor]:
         widen_(model, bucket)
     if state.target is None:
         return default_hooks.allreduce_hook(state.process_group, bucket)
-    return state.target.on_bucket(bucket)
+    reduced: Future[Tensor] = state.target.on_bucket(bucket)
+    return reduced
 
 
 def check_model(model: object) -> None:
@@ -58,16 +51,14 @@ def check_model(model: object) -> None:
         kind = type(model).__name__
         if _is_sharded(model):
             raise SettingError(
-                f"attach wants a DistributedDataParallel model, and {kind} is sharded by FSDP: FSDP scatters each "
-                "gradient over the ranks, so that no rank has the whole sum that oktopk exchanges, and it takes no "
-                "communication hook that could. If the model fits on one device, wrap it in DDP instead of FSDP"
+                f"attach wants a DistributedDataParallel model, and {kind} is sharded by FSDP, so that no rank has the "
+                "whole gradient that oktopk exchanges. If the model fits on one device, wrap it in DDP instead of FSDP"
             )
         raise SettingError(f"attach wants a DistributedDataParallel model, not {kind}: wrap it in DDP first")
     if getattr(model, "_use_python_reducer", False):
         raise SettingError(
-            'torch._dynamo.config.optimize_ddp was "python_reducer" when this DDP model was made: its gradients then '
-            'pass by one at a time, not in buckets that a communication hook could take. Set it to "ddp_optimizer", '
-            "torch's default, or to False before you wrap the model in DDP"
+            'torch._dynamo.config.optimize_ddp was "python_reducer" when this DDP model was made: it then calls no '
+            'communication hook. Set it to "ddp_optimizer", torch\'s default, or to False before you wrap the model'
         )
     hook = hook_of(model)
     if hook is not None and hook.target is not None:
@@ -92,10 +83,9 @@ def _is_sharded(model: object) -> bool:
 def check_alone_in_backward(backends: str, module: nn.Module) -> None:
     """Refuse a module on a GPU that communicates inside backward(), if the exchange does so through NCCL.
 
-    `backends` is as torch has it: "cpu:gloo,cuda:nccl". gloo tells the messages of two groups apart, whatever comes
-    first; of NCCL's groups all ranks have to make the calls in one order, and two threads make them in any.
+    Through NCCL all ranks have to make the calls of two groups in one order, and two threads make them in any.
     """
-    if "cuda:nccl" not in backends.split(","):
+    if "cuda:nccl" not in backends.split(","):  # torch writes "cpu:gloo,cuda:nccl"
         return
     for name, each in module.named_modules():
         if isinstance(each, nn.SyncBatchNorm):
@@ -105,9 +95,8 @@ def check_alone_in_backward(backends: str, module: nn.Module) -> None:
         else:
             continue
         raise SettingError(
-            f"{what} and communicates inside backward(), beside the exchange: through NCCL the two may wait for each "
-            f"other for ever. Either {instead}, or let the exchange use gloo: "
-            'group=dist.new_group(ranks, backend="gloo")'
+            f"{what} and communicates inside backward(), beside the exchange: through NCCL the two may deadlock. "
+            f'Either {instead}, or let the exchange use gloo: group=dist.new_group(ranks, backend="gloo")'
         )
 
 
@@ -116,8 +105,8 @@ def _is_tensor_parallel(parameter: Tensor) -> bool:
     return hasattr(parameter, "_st_info") or type(parameter).__name__ == "DTensor"
 
 
-def register(model: DistributedDataParallel, target: Target) -> None:
-    """Make `target` the one who takes this model's buckets."""
+def register(model: DistributedDataParallel, target: Any) -> None:
+    """Make `target.on_bucket` take this model's buckets."""
     hook = hook_of(model)
     if hook is None:
         hook = Hook(model)

@@ -1,13 +1,10 @@
 """`watch_scalers`, `scaler_of_this_backward`: which GradScaler scaled the loss that is being differentiated.
 
-A hook sees gradients, and not what the loss was multiplied by. So `GradScaler.scale` is wrapped, for the whole process
-and for good: each tensor that it returns carries a hook, which autograd calls when backward() reaches that tensor,
-before any parameter. This tells apart several scalers, and a loss that was not scaled.
+`GradScaler.scale` is wrapped, for the whole process: each tensor that it returns carries a hook, which autograd calls
+when backward() reaches that tensor, before any parameter. So several scalers, and an unscaled loss, are told apart.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -39,10 +36,19 @@ def scaler_of_this_backward() -> GradScaler | None:
     """Return the scaler whose loss backward() has reached; None if it was none."""
     if len(_scalers) > 1:
         raise SettingError(
-            "two GradScalers scaled what this backward() differentiates, and gradients do not tell which of them is "
-            "theirs: call backward() for each loss, or give attach() its scaler="
+            "two GradScalers scaled what this backward() differentiates: call backward() for each loss, or give "
+            "attach() its scaler="
         )
     return _scalers[0] if _scalers else None
+
+
+def loss_scale_of(scaler: Any, on_device: bool) -> float | Tensor:
+    """Return the scale by which a scaler multiplied the loss: a number, or on the device path a tensor."""
+    if on_device and isinstance(scaler, GradScaler):
+        scale = scaler._get_scale_async()
+        if scale is not None:
+            return scale
+    return float(scaler.get_scale())
 
 
 def forget_scalers() -> None:
@@ -70,8 +76,6 @@ def _reach(scaler: GradScaler, _: Tensor) -> None:
         _backward = backward
     if scaler not in _scalers:
         _scalers.append(scaler)
-    _after_backward(partial(_after_backward, _scalers.clear))  # with a static graph DDP calls its hook after backward
-
-
-def _after_backward(do: Callable[[], None]) -> None:
-    Variable._execution_engine.queue_callback(do)
+    # The callback queues another one, because with a static graph DDP calls its hook in a callback of its own.
+    after_backward = Variable._execution_engine.queue_callback
+    after_backward(partial(after_backward, _scalers.clear))

@@ -5,10 +5,8 @@ attached model gets a new reducer, as DDP makes one for a copy of itself, and `w
 the sum.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +24,13 @@ def gradient_dtype(model: DistributedDataParallel) -> torch.dtype | None:
 
 def drop_hook_(model: DistributedDataParallel) -> None:
     """Give the model a reducer without DDP's hook."""
-    assert model.mixed_precision is not None
     for parameter in _managed(model.module):
         parameter.data = parameter._fp_param  # a forward without backward leaves it narrow
     parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
     names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # type: ignore[no-untyped-call]
-    model.reducer._set_mixed_precision_param_dtype(  # type: ignore[attr-defined]
-        model.mixed_precision.param_dtype
-    )
+    reducer, precision = cast(Any, model.reducer), cast(Any, model.mixed_precision)
+    reducer._set_mixed_precision_param_dtype(precision.param_dtype)
     model._comm_hooks.clear()
     if model.static_graph:  # which this reducer is to learn anew
         model.static_graph = False
@@ -42,10 +38,7 @@ def drop_hook_(model: DistributedDataParallel) -> None:
 
 
 def widen_(model: DistributedDataParallel, bucket: GradBucket) -> None:
-    """Make the bucket's gradients those that DDP is to sum, and its parameters those that the optimizer is to see.
-
-    Call it where the hook is called, once a bucket.
-    """
+    """Make the bucket's gradients those that DDP is to sum, and its parameters those that the optimizer is to see."""
     parameters: list[Any] = bucket.parameters()
     bucket.set_buffer(_gradients_of(parameters, gradient_dtype(model)))
     for parameter in parameters:
@@ -58,11 +51,9 @@ def widen_(model: DistributedDataParallel, bucket: GradBucket) -> None:
 
 
 def _gradients_of(parameters: list[Any], dtype: torch.dtype | None) -> Tensor:
-    """Return the gradients as they lie in a bucket.
-
-    Not from the bucket: in the first step torch (2.13) fills another tensor in its place, and from the third step on as
-    well where gradients are views of buckets.
-    """
+    """Return the gradients as they lie in a bucket."""
+    # Not from the bucket: in the first step torch (2.13) fills another tensor in its place, and from the third step on
+    # as well where gradients are views of buckets.
     numels = [parameter.numel() for parameter in parameters]
     flat = torch.zeros(sum(numels), dtype=dtype, device=parameters[0].device)
     for parameter, part in zip(parameters, torch.split(flat, numels), strict=True):

@@ -3,8 +3,6 @@
 No package is imported to learn its version; triton, above all, is imported only where there is a GPU.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,7 +14,7 @@ import oktopk
 from oktopk.algorithms import OkTopk, OkTopkPaper
 from oktopk.bench.machine import num_cores, processor
 from oktopk.cuda.step import LEAST_TRITON, supports_device_step
-from oktopk.doctor.finding import NOTE, OK, Finding
+from oktopk.doctor.report import NOTE, OK, Finding
 from oktopk.kernels import WORTH_COMPILING, kernels_for
 
 GIB = 1 << 30
@@ -33,21 +31,14 @@ ON_DEVICE = {"the defaults": OkTopk(), 'wire="fp32"': RESIDENT, "OkTopkPaper": O
 def versions() -> Iterator[Finding]:
     """Yield the versions of the packages."""
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    found = {
-        "oktopk": oktopk.__version__,
-        "python": platform.python_version(),
-        "torch": f"{torch.__version__}, {built}",
-    }
-    found |= {name: version_of(name) or "not installed" for name in ("numpy", "numba", "triton")}
+    torch_version = f"{torch.__version__}, {built}"
+    found = {"oktopk": oktopk.__version__, "python": platform.python_version(), "torch": torch_version}
+    for name in ("numpy", "numba", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
     yield from (Finding("versions", name, version) for name, version in found.items())
-
-
-def version_of(name: str) -> str | None:
-    """Return the version of an installed package, without importing it."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> Iterator[Finding]:
@@ -65,18 +56,11 @@ def devices() -> Iterator[Finding]:
         yield Finding("device", "cuda", "torch was built for it, and finds no GPU", NOTE, "see what nvidia-smi says")
 
 
-def usable() -> list[torch.device]:
-    """Return the devices to examine: the CPU and each GPU."""
-    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-
-
 def backends() -> Iterator[Finding]:
     """Yield the backends of torch.distributed."""
     there = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
-    if there:
-        yield Finding("backends", "torch.distributed", ", ".join(there), OK)
-    else:
-        yield Finding("backends", "torch.distributed", "none", NOTE, "this torch cannot train on several workers")
+    advice = "" if there else "this torch cannot train on several workers"
+    yield Finding("backends", "torch.distributed", ", ".join(there) or "none", OK if there else NOTE, advice)
 
 
 def kernels(device: torch.device) -> Iterator[Finding]:
@@ -87,29 +71,20 @@ def kernels(device: torch.device) -> Iterator[Finding]:
 def _of_cpu() -> Iterator[Finding]:
     large, small = kernels_for(torch.empty(WORTH_COMPILING)), kernels_for(torch.empty(0))
     if large is not small:
-        found = f"{large.NAME}; {small.NAME} below {WORTH_COMPILING:,} elements, where compiling gains nothing"
+        found = f"{large.name}; {small.name} below {WORTH_COMPILING:,} elements, where compiling gains nothing"
         yield Finding("kernels", "cpu", found, OK)
-    else:  # without the compiled kernels, which are more than twice as fast
-        yield Finding("kernels", "cpu", f"{large.NAME}: {_why_no_numba()}", NOTE, "pip install 'oktopk[cpu]'")
-
-
-def _why_no_numba() -> str:
-    if version_of("numba") is None:
-        return "numba is not installed"
+        return
     try:
-        from oktopk.kernels import numba_cpu  # noqa: F401
-    except ImportError as error:
-        return f"numba cannot be imported ({error})"
-    return "numba was found only now"
+        import oktopk.kernels.numba_cpu  # noqa: F401
+    except ImportError as error:  # and the compiled kernels are more than twice as fast
+        found = f"{large.name}: numba cannot be imported ({error})"
+        yield Finding("kernels", "cpu", found, NOTE, "pip install 'oktopk[cpu]'")
 
 
 def _of_gpu(device: torch.device) -> Iterator[Finding]:
     name = str(device)
-    fast = [
-        settings
-        for settings, algorithm in ON_DEVICE.items()
-        if supports_device_step(algorithm, LSTM_NUMEL, torch.float32, device)
-    ]
+    vector = LSTM_NUMEL, torch.float32, device
+    fast = [settings for settings, algorithm in ON_DEVICE.items() if supports_device_step(algorithm, *vector)]
     if not fast:
         least = ".".join(map(str, LEAST_TRITON))
         found = f"plain torch: there is no triton {least} or later, and every step waits for the device to count"

@@ -4,8 +4,6 @@ Adding a gradient to the residual reads 8 bytes an element and writes 4, so that
 bytes an element at the speed of a copy, which is measured here, too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -14,12 +12,12 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import OkTopk
-from oktopk.bench.gradients import heavy_tailed
 from oktopk.bench.machine import torch_threads
+from oktopk.bench.models import heavy_tailed
 from oktopk.cuda.reference import Found, room_for
 from oktopk.cuda.step import supports_device_step
-from oktopk.doctor.finding import NOTE, OK, Finding, raising_is_failing
 from oktopk.doctor.here import LSTM_NUMEL, RESIDENT
+from oktopk.doctor.report import NOTE, OK, Finding
 from oktopk.kernels import kernels_for
 
 ROUNDS, LIMIT_S = 9, 0.4
@@ -29,7 +27,6 @@ SLOW = 0.25
 """Fraction of the speed of a copy below which the report gives advice."""
 
 
-@raising_is_failing("speed")
 def selection(device: torch.device) -> Iterator[Finding]:
     """Time a copy, and adding and selecting at the default density."""
     numel, density = LSTM_NUMEL, OkTopk().density
@@ -57,7 +54,7 @@ def _pass_of(grad: Tensor, residual: Tensor, acc: Tensor, density: float) -> Cal
     if supports_device_step(RESIDENT, numel, residual.dtype, device):
         from oktopk.cuda import triton as fast
 
-        found = Found.make(numel, room_for(density), device)
+        found = Found(numel, room_for(density), device)
         step_offset = torch.zeros(1, dtype=torch.int32, device=device)
         return lambda: fast.accumulate_compact(grad, residual, acc, threshold, step_offset, found)
     kernels, floors = kernels_for(acc), threshold.tolist()
@@ -66,18 +63,14 @@ def _pass_of(grad: Tensor, residual: Tensor, acc: Tensor, density: float) -> Cal
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median time of up to `ROUNDS` rounds, after one that does not count; fewer where they are slow."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     work()
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < ROUNDS and (len(took) < 2 or time.perf_counter() - began < LIMIT_S):
-        _wait(device)
+        wait()
         start = time.perf_counter()
         work()
-        _wait(device)
+        wait()
         took.append(time.perf_counter() - start)
     return median(took)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -4,14 +4,13 @@
 the model that `prepare` returns.
 """
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any
 
-from oktopk import ddp
+import oktopk
+from oktopk import Attached, save_distributed
 from oktopk.algorithms import Algorithm
-from oktopk.ddp.attach import Attached
-from oktopk.integrations.shared import ddp_of, load_beside, save_beside
+from oktopk.integrations import FOLDER, ddp_of, load_beside
 
 try:
     import accelerate  # noqa: F401 - only to say that it is missing
@@ -26,7 +25,7 @@ def attach(accelerator: Any, model: Any, algorithm: Algorithm | str, **settings:
     alone, because Accelerate writes custom objects on the main process only.
     """
     wrapped = ddp_of(model, "call accelerator.prepare(model) first, and start two processes or more")
-    attached = ddp.attach(wrapped, algorithm, **{"scaler": accelerator.scaler, **settings})
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: save_beside(folder, attached))  # noqa: ARG005
-    accelerator.register_load_state_pre_hook(lambda models, folder: load_beside(folder, attached))  # noqa: ARG005
+    attached = oktopk.attach(wrapped, algorithm, **{"scaler": accelerator.scaler, **settings})
+    accelerator.register_save_state_pre_hook(lambda _, __, path: save_distributed(Path(path) / FOLDER, attached))
+    accelerator.register_load_state_pre_hook(lambda _, path: load_beside(path, attached))
     return attached

@@ -4,16 +4,14 @@ Lightning's own `DDPStrategy(ddp_comm_hook=...)` registers a hook on CUDA only, 
 attaches on any device.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
+from oktopk import Attached, attach
 from oktopk.algorithms import Algorithm
-from oktopk.ddp.attach import Attached, attach
-from oktopk.integrations.shared import ddp_of
+from oktopk.integrations import ddp_of
 
 try:
     from lightning.pytorch.callbacks import Callback

@@ -6,14 +6,13 @@ callback takes the DDP model from the trainer itself.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from oktopk import ddp
+import oktopk
+from oktopk import Attached, save_distributed
 from oktopk.algorithms import Algorithm
-from oktopk.ddp.attach import Attached
-from oktopk.integrations.shared import ddp_of, load_beside, save_beside
+from oktopk.integrations import FOLDER, ddp_of, load_beside
 
 try:
     from transformers import TrainerCallback
@@ -48,7 +47,7 @@ class OktopkCallback(TrainerCallback):
             if self.sparse is not None:
                 self.sparse.detach()
             scaler = self._trainer.accelerator.scaler
-            self.sparse = ddp.attach(model, self._algorithm, **{"scaler": scaler, **self._settings})
+            self.sparse = oktopk.attach(model, self._algorithm, **{"scaler": scaler, **self._settings})
             self._model = model
         if state.global_step:
             load_beside(args.resume_from_checkpoint or self._checkpoint(args, state), self.sparse)
@@ -56,8 +55,8 @@ class OktopkCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Put the residuals into the checkpoint that the trainer has just written. All ranks call this."""
         if self.sparse is not None and not state.is_hyper_param_search:  # whose checkpoints lie elsewhere
-            save_beside(self._checkpoint(args, state), self.sparse)
+            save_distributed(self._checkpoint(args, state) / FOLDER, self.sparse)
 
     @staticmethod
-    def _checkpoint(args: Any, state: Any) -> str | os.PathLike[str]:
+    def _checkpoint(args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -8,7 +8,8 @@ Numba checks no bounds unless NUMBA_BOUNDSCHECK=1, under which the tests run all
 from Python check lengths and edges, and a comment beside each data-dependent index says why it is inside.
 """
 
-from __future__ import annotations
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# The compiled functions have no types: numba finds them by the arguments of each call.
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +23,8 @@ from torch import Tensor
 
 from oktopk.errors import MalformedError
 from oktopk.kernels import reference
-from oktopk.kernels.reference import Ends, Floors
+from oktopk.kernels.reference import REFERENCE, Ends, Floors, Kernels
 
-NAME = "cpu (numba)"
 LINE, CHUNK = 8, 128
 """Elements of a line and of a chunk. A comparison is a byte, so that a line of them is one 64-bit word, mostly zero."""
 
@@ -38,123 +38,119 @@ LIKELY = 16
 """Elements for each place that is allocated for candidates, because few reach their threshold; more take two passes."""
 
 
-def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
-    if grad.dtype != out.dtype or scale != 1 or decay != 1:
-        return reference.accumulate(grad, held, out, scale, decay)
-    _check_alike(grad, held, out)
-    finite = _add(grad.numpy(), held.numpy(), out.numpy())
-    return -1 if finite else reference.first_nonfinite(out)
+class NumbaKernels(Kernels):
+    """The compiled kernels; what they are not made for goes to the reference's."""
 
+    name = "cpu (numba)"
 
-def accumulate_above(
-    grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
-) -> tuple[int, Tensor, Tensor]:
-    if grad.dtype != out.dtype or not (grad.is_contiguous() and held.is_contiguous() and _can_stream(out)):
-        return reference.accumulate_above(grad, held, out, bounds, floors)
-    _check_alike(grad, held, out)
-    total, edges = out.numpy(), _edges(bounds, floors, len(out))
-    index, value = np.empty(len(total) // LIKELY + LINE, np.int64), np.empty(len(total) // LIKELY + LINE, total.dtype)
-    _, keys, magnitude, _ = _ordered(total, reference.held_by(out.dtype, floors))
-    sums = np.empty(CHUNK, total.dtype)
-    where = (grad.numpy(), held.numpy(), total, sums, sums.view(keys.dtype), _lead(total))
-    count = int(_add_seeing(*where, edges, keys, magnitude, index, value))
-    if count < len(index) - LINE and np.isfinite(value[:count]).all():
-        return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
-    prefilter = at_least(out, bounds, floors)  # there may have been no room for all of them, or NaN among them
-    return reference.first_nonfinite(out), prefilter, out.index_select(0, prefilter)
+    def accumulate(self, grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
+        if grad.dtype != out.dtype or scale != 1 or decay != 1:
+            return REFERENCE.accumulate(grad, held, out, scale, decay)
+        _check_alike(grad, held, out)
+        finite = _add(grad.numpy(), held.numpy(), out.numpy())
+        return -1 if finite else reference.first_nonfinite(out)
 
+    def accumulate_above(
+        self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
+    ) -> tuple[int, Tensor, Tensor]:
+        if grad.dtype != out.dtype or not (grad.is_contiguous() and held.is_contiguous() and _can_stream(out)):
+            return REFERENCE.accumulate_above(grad, held, out, bounds, floors)
+        _check_alike(grad, held, out)
+        total, edges = out.numpy(), _edges(bounds, floors, len(out))
+        room = len(total) // LIKELY + LINE
+        index, value = np.empty(room, np.int64), np.empty(room, total.dtype)
+        _, keys, magnitude, _ = _ordered(total, reference.held_by(out.dtype, floors))
+        sums = np.empty(CHUNK, total.dtype)
+        where = (grad.numpy(), held.numpy(), total, sums, sums.view(keys.dtype), _lead(total))
+        count = int(_add_seeing(*where, edges, keys, magnitude, index, value))
+        if count < len(index) - LINE and np.isfinite(value[:count]).all():
+            return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
+        prefilter = self.at_least(out, bounds, floors)  # there may have been no room for all of them, or NaN among them
+        return reference.first_nonfinite(out), prefilter, out.index_select(0, prefilter)
 
-def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
-    array, edges = acc.numpy(), _edges(bounds, thresholds, len(acc))
-    ordered = _ordered(array, reference.held_by(acc.dtype, thresholds))
-    for room in (len(array) // LIKELY, len(array)):
-        index = np.empty(room + LINE, np.int64)
-        count = int(_at_least(*ordered, edges, index))
-        if count <= room:
-            return torch.from_numpy(index[:count])
-    raise AssertionError("there is room for every element")
+    def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
+        array, edges = acc.numpy(), _edges(bounds, thresholds, len(acc))
+        ordered = _ordered(array, reference.held_by(acc.dtype, thresholds))
+        for room in (len(array) // LIKELY, len(array)):
+            index = np.empty(room + LINE, np.int64)
+            count = int(_at_least(*ordered, edges, index))
+            if count <= room:
+                return torch.from_numpy(index[:count])
+        raise AssertionError("there is room for every element")
 
+    def mean_squares(self, acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
+        return torch.from_numpy(_mean_squares(acc.numpy(), held.numpy(), np.asarray(bounds, np.int64)))
 
-def mean_squares(acc: Tensor, held: Tensor, bounds: Ends) -> Tensor:
-    return torch.from_numpy(_mean_squares(acc.numpy(), held.numpy(), np.asarray(bounds, np.int64)))
+    def kth_largest(self, score: Tensor, k: int) -> float:
+        reference.check_k(k, len(score))
+        array = score.numpy()
+        bits, _, _, infinity = _ordered(array, array.dtype.type(0))
+        shift = bits.dtype.itemsize * BYTE_BITS - 1 - BINS_LOG2
+        counts = np.zeros(1 << BINS_LOG2, np.int64)
+        _count(bits, shift, counts)
+        if counts[int(infinity) >> shift :].any() and np.isnan(array).any():
+            raise MalformedError(reference.NO_SCORE)
+        above = np.cumsum(counts[::-1])
+        place = int(np.searchsorted(above, k))
+        bin_, rank = len(counts) - 1 - place, k - (int(above[place - 1]) if place else 0)
+        members = np.empty(counts[bin_], array.dtype)
+        _members(bits, array, shift, bin_, len(counts) - 1, members)
+        return float(np.partition(members, -rank)[-rank])
 
+    def is_increasing(self, index: Tensor) -> bool:
+        return bool(_is_increasing(index.numpy()))
 
-def kth_largest(score: Tensor, k: int) -> float:
-    reference.check_k(k, len(score))
-    array = score.numpy()
-    bits, _, _, infinity = _ordered(array, array.dtype.type(0))
-    shift = bits.dtype.itemsize * BYTE_BITS - 1 - BINS_LOG2
-    counts = np.zeros(1 << BINS_LOG2, np.int64)
-    _count(bits, shift, counts)
-    if counts[int(infinity) >> shift :].any() and np.isnan(array).any():
-        raise reference.no_score()
-    above = np.cumsum(counts[::-1])
-    place = int(np.searchsorted(above, k))
-    bin_, rank = len(counts) - 1 - place, k - (int(above[place - 1]) if place else 0)
-    members = np.empty(counts[bin_], array.dtype)
-    _members(bits, array, shift, bin_, len(counts) - 1, members)
-    return float(np.partition(members, -rank)[-rank])
+    def merge(self, index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        if [len(i) for i in index] != [len(v) for v in value]:
+            raise MalformedError("there must be as many values as indices")
+        if len(index) == 1:
+            return index[0], value[0]
+        ends = np.cumsum([0, *map(len, index)])
+        where, what = np.empty(ends[-1], np.int64), np.empty(ends[-1], value[0].numpy().dtype)
+        sums = np.full(WINDOW, -0.0, what.dtype)  # which changes nothing that is added to it
+        count = _merge(torch.cat(list(index)).numpy(), torch.cat(list(value)).numpy(), ends, sums, where, what)
+        return torch.from_numpy(where[:count]), torch.from_numpy(what[:count])
 
+    def shared(self, held: Tensor, index: Tensor) -> Tensor:
+        places = np.empty(len(index) + 1, np.int64)
+        return torch.from_numpy(places[: _shared(held.numpy(), index.numpy(), places)])
 
-def is_increasing(index: Tensor) -> bool:
-    return bool(_is_increasing(index.numpy()))
+    def spread(self, index: Tensor, value: Tensor, out: Tensor) -> None:
+        if out.dtype not in (torch.float32, torch.float64) or not _can_stream(out):
+            REFERENCE.spread(index, value, out)  # numpy has no bfloat16
+            return
+        if len(index) != len(value):
+            raise MalformedError("there must be as many values as indices")
+        where, result = index.numpy(), out.numpy()
+        if len(where) and not (_is_increasing(where) and where[0] >= 0 and where[-1] < len(result)):
+            raise MalformedError(f"indices must be strictly increasing, and within 0..{len(result) - 1}")
+        _spread(where, value.numpy(), result, np.zeros(WINDOW, result.dtype), _lead(result))
 
+    def pack(self, index: Tensor, width: int) -> tuple[Tensor, int]:
+        array, marker = index.numpy(), reference.marker_of(width)
+        if len(array) and not (array[0] >= 0 and _is_increasing(array)):
+            raise MalformedError(reference.NOT_PACKABLE)
+        most = len(array) + (int(array[-1]) // marker if len(array) else 0)
+        slots = np.zeros(most + 1, np.uint16)
+        count = int(_slots_of(array, marker, slots))
+        if width == HALVES:
+            packed = np.empty(3 * (-(-count // 2)), np.uint8)
+            _join(slots, packed)
+            packed = packed[: -(-count * width // BYTE_BITS)]
+        else:
+            packed = slots[:count].astype(f"u{width // BYTE_BITS}").view(np.uint8)
+        return torch.from_numpy(packed), count
 
-def merge(index: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    if [len(i) for i in index] != [len(v) for v in value]:
-        raise MalformedError("there must be as many values as indices")
-    if len(index) == 1:
-        return index[0], value[0]
-    ends = np.cumsum([0, *map(len, index)])
-    where, what = np.empty(ends[-1], np.int64), np.empty(ends[-1], value[0].numpy().dtype)
-    sums = np.full(WINDOW, -0.0, what.dtype)  # which changes nothing that is added to it
-    count = _merge(torch.cat(list(index)).numpy(), torch.cat(list(value)).numpy(), ends, sums, where, what)
-    return torch.from_numpy(where[:count]), torch.from_numpy(what[:count])
-
-
-def shared(held: Tensor, index: Tensor) -> Tensor:
-    places = np.empty(len(index) + 1, np.int64)
-    return torch.from_numpy(places[: _shared(held.numpy(), index.numpy(), places)])
-
-
-def spread(index: Tensor, value: Tensor, out: Tensor) -> None:
-    if out.dtype not in (torch.float32, torch.float64) or not _can_stream(out):
-        reference.spread(index, value, out)  # numpy has no bfloat16
-        return
-    if len(index) != len(value):
-        raise MalformedError("there must be as many values as indices")
-    where, result = index.numpy(), out.numpy()
-    if len(where) and not (_is_increasing(where) and where[0] >= 0 and where[-1] < len(result)):
-        raise MalformedError(f"indices must be strictly increasing, and within 0..{len(result) - 1}")
-    _spread(where, value.numpy(), result, np.zeros(WINDOW, result.dtype), _lead(result))
-
-
-def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
-    array, marker = index.numpy(), reference.marker_of(width)
-    if len(array) and not (array[0] >= 0 and _is_increasing(array)):
-        raise reference.not_packable()
-    most = len(array) + (int(array[-1]) // marker if len(array) else 0)
-    slots = np.zeros(most + 1, np.uint16)
-    count = int(_slots_of(array, marker, slots))
-    if width == HALVES:
-        packed = np.empty(3 * (-(-count // 2)), np.uint8)
-        _join(slots, packed)
-        packed = packed[: -(-count * width // BYTE_BITS)]
-    else:
-        packed = slots[:count].astype(f"u{width // BYTE_BITS}").view(np.uint8)
-    return torch.from_numpy(packed), count
-
-
-def unpack(packed: Tensor, num_slots: int, width: int) -> Tensor:
-    reference.check_slots(len(packed), num_slots, width)
-    array = packed.numpy()
-    if width == HALVES:
-        slots = np.empty(num_slots + num_slots % 2, np.uint16)
-        _split(array, slots)
-    else:
-        slots = array[: num_slots * width // BYTE_BITS].view(f"u{width // BYTE_BITS}")
-    index = np.empty(num_slots + 1, np.int64)
-    return torch.from_numpy(index[: _indices_of(slots[:num_slots], reference.marker_of(width), index)])
+    def unpack(self, packed: Tensor, num_slots: int, width: int) -> Tensor:
+        reference.check_slots(len(packed), num_slots, width)
+        array = packed.numpy()
+        if width == HALVES:
+            slots = np.empty(num_slots + num_slots % 2, np.uint16)
+            _split(array, slots)
+        else:
+            slots = array[: num_slots * width // BYTE_BITS].view(f"u{width // BYTE_BITS}")
+        index = np.empty(num_slots + 1, np.int64)
+        return torch.from_numpy(index[: _indices_of(slots[:num_slots], reference.marker_of(width), index)])
 
 
 def _check_alike(grad: Tensor, held: Tensor, out: Tensor) -> None:
@@ -198,7 +194,7 @@ def _compiled(fn: Callable[..., Any]) -> Any:
 
 
 @_compiled
-def _add(grad: Any, held: Any, out: Any) -> Any:
+def _add(grad, held, out):
     """Add; return whether all of the sum is finite. All three are of one length: `_check_alike`."""
     infinite = False
     for i in range(len(out)):
@@ -237,10 +233,7 @@ _stream: Any = intrinsic(_past_the_cache)
 
 
 @_compiled
-def _add_seeing(
-    grad: Any, held: Any, out: Any, sums: Any, bits: Any, lead: Any, edges: Any, floors: Any, magnitude: Any,
-    index: Any, value: Any,
-) -> Any:  # fmt: skip
+def _add_seeing(grad, held, out, sums, bits, lead, edges, floors, magnitude, index, value):
     """Add; write the elements that reach their segment's floor, and NaN, into `index` and `value`; return the count.
 
     A count of len(index) - LINE or more says that there was no room for all.
@@ -258,10 +251,7 @@ def _add_seeing(
 
 
 @_compiled
-def _add_chunks(
-    grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
-    index: Any, value: Any, count: Any, first: Any, last: Any,
-) -> Any:  # fmt: skip
+def _add_chunks(grad, held, out, sums, bits, floor, magnitude, index, value, count, first, last):
     """Do so for the whole chunks of first..last, each while it is in the nearest cache as `sums` and their `bits`.
 
     `first` is aligned, and a chunk is as long as `sums`, a multiple of 32 bytes: `_stream` is in bounds and aligned.
@@ -288,10 +278,7 @@ def _add_chunks(
 
 
 @_compiled
-def _add_few(
-    grad: Any, held: Any, out: Any, sums: Any, bits: Any, floor: Any, magnitude: Any,
-    index: Any, value: Any, count: Any, first: Any, last: Any,
-) -> Any:  # fmt: skip
+def _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count, first, last):
     """Do so for the elements before the first whole chunk of a segment and behind its last."""
     room = np.uintp(len(index) - LINE)
     for i in range(first, last):
@@ -305,7 +292,7 @@ def _add_few(
 
 
 @_compiled
-def _at_least(bits: Any, floors: Any, magnitude: Any, infinity: Any, edges: Any, index: Any) -> Any:
+def _at_least(bits, floors, magnitude, infinity, edges, index):
     """Write the places that reach their segment's floor into `index`; return the count, more than the room if short."""
     count, room = np.uintp(0), np.uintp(len(index) - LINE)
     for segment in range(len(floors)):
@@ -318,7 +305,7 @@ def _at_least(bits: Any, floors: Any, magnitude: Any, infinity: Any, edges: Any,
 
 
 @_compiled
-def _at_least_in(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: Any, count: Any, start: Any) -> Any:
+def _at_least_in(bits, floor, magnitude, infinity, index, count, start):
     """Append the places of one segment that reach its floor. `index` has room + LINE places.
 
     Counters are unsigned, because for signed ones every access would ask whether it counts from the end.
@@ -346,7 +333,7 @@ def _at_least_in(bits: Any, floor: Any, magnitude: Any, infinity: Any, index: An
 
 
 @_compiled
-def _mean_squares(acc: Any, held: Any, edges: Any) -> Any:
+def _mean_squares(acc, held, edges):
     means = np.zeros(len(edges) - 1)
     for segment in range(len(means)):
         ours, theirs = acc[edges[segment] : edges[segment + 1]], held[edges[segment] : edges[segment + 1]]
@@ -362,14 +349,14 @@ def _mean_squares(acc: Any, held: Any, edges: Any) -> Any:
 
 
 @_compiled
-def _count(bits: Any, shift: Any, counts: Any) -> None:
+def _count(bits, shift, counts):
     last = np.uintp(len(counts) - 1)  # all ones: it cuts the sign bit off, which -0.0 has, and many a NaN
     for i in range(len(bits)):
         counts[np.uintp(bits[i] >> shift) & last] += 1
 
 
 @_compiled
-def _members(bits: Any, array: Any, shift: Any, wanted: Any, last: Any, members: Any) -> None:
+def _members(bits, array, shift, wanted, last, members):
     """Copy the members of a bin: `_count` counted as many, by the same bits, as `members` has room for."""
     count = 0
     for i in range(len(bits)):
@@ -379,7 +366,7 @@ def _members(bits: Any, array: Any, shift: Any, wanted: Any, last: Any, members:
 
 
 @_compiled
-def _is_increasing(index: Any) -> Any:
+def _is_increasing(index):
     falls = False
     for i in range(1, len(index)):
         falls |= index[i] <= index[i - 1]
@@ -399,7 +386,7 @@ _lowest_bit: Any = intrinsic(_trailing_zeros)
 
 
 @_compiled
-def _merge(index: Any, value: Any, ends: Any, sums: Any, where: Any, what: Any) -> Any:
+def _merge(index, value, ends, sums, where, what):
     """Write the sum of the vectors that lie one after another, cut at `ends`, into `where` and `what`.
 
     The sums of a window lie in the nearest cache, with a bit for each that is there. Each place written has at least
@@ -435,7 +422,7 @@ def _merge(index: Any, value: Any, ends: Any, sums: Any, where: Any, what: Any) 
 
 
 @_compiled
-def _shared(held: Any, index: Any, places: Any) -> Any:
+def _shared(held, index, places):
     """Walk along both without a branch on which is ahead, because it could not be predicted."""
     i, j, count = 0, 0, 0  # count <= i, since it goes up only with i
     while i < len(index) and j < len(held):
@@ -448,7 +435,7 @@ def _shared(held: Any, index: Any, places: Any) -> Any:
 
 
 @_compiled
-def _spread(index: Any, value: Any, out: Any, window: Any, lead: Any) -> None:
+def _spread(index, value, out, window, lead):
     """Fill `out`, whose first aligned element is number `lead`; the indices are sorted and within it.
 
     Each window is made in the nearest cache and stored past the others. Windows begin at `lead` and are a multiple of
@@ -471,7 +458,7 @@ def _spread(index: Any, value: Any, out: Any, window: Any, lead: Any) -> None:
 
 
 @_compiled
-def _spread_few(index: Any, value: Any, at: Any, out: Any, first: Any, last: Any) -> Any:
+def _spread_few(index, value, at, out, first, last):
     """Do so for the elements before the first whole window and behind the last; return the next pair's place."""
     out[first:last] = 0
     while at < len(index) and index[at] < last:  # and not before `first`, nor 0: they are sorted
@@ -481,7 +468,7 @@ def _spread_few(index: Any, value: Any, at: Any, out: Any, first: Any, last: Any
 
 
 @_compiled
-def _slots_of(index: Any, marker: Any, slots: Any) -> Any:
+def _slots_of(index, marker, slots):
     """Write each gap in as many slots as it needs; return the number of slots.
 
     `pack` has checked that no gap is negative. Together they are the last index: one slot each and last // marker fit.
@@ -500,7 +487,7 @@ def _slots_of(index: Any, marker: Any, slots: Any) -> Any:
 
 
 @_compiled
-def _indices_of(slots: Any, marker: Any, index: Any) -> Any:
+def _indices_of(slots, marker, index):
     """Write the index that each slot ends at, over the place of a marker; return their number.
 
     count <= i, and `index` has a place for each slot.
@@ -514,7 +501,7 @@ def _indices_of(slots: Any, marker: Any, index: Any) -> Any:
 
 
 @_compiled
-def _join(slots: Any, packed: Any) -> None:
+def _join(slots, packed):
     """Make three bytes of two slots of 12 bits; there is a slot, which is zero, behind an odd last one."""
     for pair in range(len(packed) // 3):
         low, high = slots[2 * pair], slots[2 * pair + 1]
@@ -524,7 +511,7 @@ def _join(slots: Any, packed: Any) -> None:
 
 
 @_compiled
-def _split(packed: Any, slots: Any) -> None:
+def _split(packed, slots):
     """Make two slots of three bytes; the last two bytes may be one slot: `check_slots`."""
     whole = min(len(slots) // 2, len(packed) // 3)
     for pair in range(whole):

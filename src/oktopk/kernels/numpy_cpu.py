@@ -11,59 +11,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.kernels import reference
-from oktopk.kernels.reference import Ends, Floors
-from oktopk.kernels.reference import is_increasing as is_increasing
-from oktopk.kernels.reference import mean_squares as mean_squares
-from oktopk.kernels.reference import merge as merge
-from oktopk.kernels.reference import pack as pack
-from oktopk.kernels.reference import shared as shared
-from oktopk.kernels.reference import spread as spread
-from oktopk.kernels.reference import unpack as unpack
+from oktopk.errors import MalformedError
+from oktopk.kernels.reference import NO_SCORE, Ends, Floors, Kernels, check_k, first_nonfinite, held_by
 
-NAME = "cpu (numpy, in cache-sized pieces)"
 PIECE = 1 << 17  # elements; half a MiB of float32, which leaves room for the scratch beside it in the L2 cache
 
 
-def accumulate(grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
-    if grad.dtype != out.dtype or scale != 1 or decay != 1:
-        return reference.accumulate(grad, held, out, scale, decay)
-    addend, kept, result, suspect = grad.numpy(), held.numpy(), out.numpy(), False
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is looked for, not warned of
-        for start in range(0, len(result), PIECE):
-            piece = result[start : start + PIECE]
-            np.add(kept[start : start + PIECE], addend[start : start + PIECE], out=piece)
-            suspect = suspect or not math.isfinite(np.add.reduce(piece))
-    # A sum may overflow where its terms do not, so that a suspicion is looked into, not believed.
-    return reference.first_nonfinite(out) if suspect else -1
+class NumpyKernels(Kernels):
+    """Kernels that go over pieces; those that it does not have are the reference's."""
 
+    name = "cpu (numpy, in cache-sized pieces)"
 
-def accumulate_above(
-    grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
-) -> tuple[int, Tensor, Tensor]:
-    first_bad = accumulate(grad, held, out)
-    index = at_least(out, bounds, floors)
-    return first_bad, index, out.index_select(0, index)
+    def accumulate(self, grad: Tensor, held: Tensor, out: Tensor, scale: float = 1.0, decay: float = 1.0) -> int:
+        if grad.dtype != out.dtype or scale != 1 or decay != 1:
+            return super().accumulate(grad, held, out, scale, decay)
+        addend, kept, result, suspect = grad.numpy(), held.numpy(), out.numpy(), False
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is looked for, not warned of
+            for start in range(0, len(result), PIECE):
+                piece = result[start : start + PIECE]
+                np.add(kept[start : start + PIECE], addend[start : start + PIECE], out=piece)
+                suspect = suspect or not math.isfinite(np.add.reduce(piece))
+        # A sum may overflow where its terms do not, so that a suspicion is looked into, not believed.
+        return first_nonfinite(out) if suspect else -1
 
+    def kth_largest(self, score: Tensor, k: int) -> float:
+        check_k(k, len(score))
+        largest = np.partition(score.numpy(), -k)[-k:]  # half the time of torch.topk; NaN among the largest
+        if np.isnan(largest).any():
+            raise MalformedError(NO_SCORE)
+        return float(largest[0])
 
-def kth_largest(score: Tensor, k: int) -> float:
-    reference.check_k(k, len(score))
-    largest = np.partition(score.numpy(), -k)[-k:]  # half the time of torch.topk; NaN among the largest
-    if np.isnan(largest).any():
-        raise reference.no_score()
-    return float(largest[0])
-
-
-def at_least(acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
-    array, limits = acc.numpy(), reference.held_by(acc.dtype, thresholds)
-    magnitude, mask = np.empty(PIECE, array.dtype), np.empty(PIECE, np.bool_)
-    found = [np.empty(0, np.int64)]
-    for low, high, limit in zip(bounds[:-1], bounds[1:], limits, strict=True):
-        for start in range(low, high, PIECE):
-            piece = array[start : min(start + PIECE, high)]
-            np.abs(piece, out=magnitude[: len(piece)])
-            np.greater_equal(magnitude[: len(piece)], limit, out=mask[: len(piece)])
-            index = np.flatnonzero(mask[: len(piece)])
-            index += start
-            found.append(index)
-    return torch.from_numpy(np.concatenate(found))
+    def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
+        array, limits = acc.numpy(), held_by(acc.dtype, thresholds)
+        magnitude, mask = np.empty(PIECE, array.dtype), np.empty(PIECE, np.bool_)
+        found = [np.empty(0, np.int64)]
+        for low, high, limit in zip(bounds[:-1], bounds[1:], limits, strict=True):
+            for start in range(low, high, PIECE):
+                piece = array[start : min(start + PIECE, high)]
+                np.abs(piece, out=magnitude[: len(piece)])
+                np.greater_equal(magnitude[: len(piece)], limit, out=mask[: len(piece)])
+                index = np.flatnonzero(mask[: len(piece)])
+                index += start
+                found.append(index)
+        return torch.from_numpy(np.concatenate(found))

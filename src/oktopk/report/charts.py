@@ -1,8 +1,6 @@
 """The charts of a run and of several: their series and axes. Data only; `page.js` draws them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oktopk.telemetry.figures import total
-from oktopk.telemetry.run import PAIRS, Floats, Run, sum_known
-from oktopk.telemetry.schema import SPLIT
+from oktopk.telemetry.run import COMMUNICATION, Floats, Run, quotients, sum_known
+from oktopk.telemetry.schema import SPLIT, add_by_name, mean
 
-STEP, SECONDS, BYTES = "step", "seconds", "bytes"
-AXES = {STEP: "step", SECONDS: "training time (s)", BYTES: "bytes sent by rank 0"}
+AXES = STEP, SECONDS, BYTES = "step", "seconds", "bytes"
 STRETCHES = "Means over stretches of steps; the longest step of each can be switched on."
 MOST_STRETCHES = 150
 """Points of a stack, because more of them are narrower than a pixel."""
+
+STRETCH: dict[str, Callable[[Floats], float | None]] = {"mean": mean, "longest": np.fmax.reduce}
+"""Functions that make one value of a stretch of steps, by `Group.thin`."""
 
 NOMINAL, TRAINING = "Nominal figures (the literature's)", "A training run"
 """Headings of docs/accounting.md."""
@@ -36,52 +36,33 @@ class Series:
 
 @dataclass(frozen=True)
 class Group:
-    """Series over the same places: `x` by axis.
+    """Series over the same places."""
 
-    rank     the rank that must be chosen to show the group; None: it is always shown
-    thin     how a long group gets shorter: "extremes" keeps the least and the greatest of each stretch of steps, "mean"
-             and "longest" make one value of a stretch
-    """
-
-    x: Mapping[str, Floats]
+    x: Mapping[str, Floats]  # by axis
     series: Sequence[Series]
-    rank: int | None = None
-    thin: str = "extremes"
+    rank: int | None = None  # the rank that must be chosen to show the group; None: it is always shown
+    thin: str = "extremes"  # these remain of each stretch of a long group, or one value: a key of `STRETCH`
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
-
-    y_title       with the unit; ticks of bytes and seconds are written with theirs
-    log           whether y is logarithmic; then the reader may choose
-    from_zero     whether y begins at zero, if it is not logarithmic
-    marks         steps at which something happened: a line across
-    labels        names of the places of bars, with `x_title` as the name of their axis
-    zoom          (name, highest y): a closer look that the reader can choose
-    definition    the heading in docs/accounting.md that defines the figures
-    """
+    """A chart, as the page gets it."""
 
     name: str
     title: str
     about: str
-    y_title: str
+    y_title: str  # with the unit
     groups: Sequence[Group]
     axes: Sequence[str] = (STEP,)
-    kind: str = "number"
-    log: bool = False
-    from_zero: bool = True
+    kind: str = "number"  # or "bytes", "seconds": ticks are written with their unit
+    log: bool = False  # whether y is logarithmic; then the reader may choose
+    from_zero: bool = True  # whether y begins at zero, if it is not logarithmic
     wide: bool = False
-    marks: Sequence[tuple[Mapping[str, float], str]] = ()
-    zoom: tuple[str, float] | None = None
-    labels: Sequence[str] = ()
+    marks: Sequence[tuple[Mapping[str, float], str]] = ()  # steps at which something happened: a line across
+    zoom: float | None = None  # highest y of a closer look at the sparse steps, which the reader can choose
+    labels: Sequence[str] = ()  # names of the places of bars, with `x_title` as the name of their axis
     x_title: str = ""
-    definition: str = "Measured figures"
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
-        return not any(np.isfinite(series.y).any() for group in self.groups for series in group.series)
+    definition: str = "Measured figures"  # the heading in docs/accounting.md that defines the figures
 
 
 def charts_of(run: Run) -> dict[str, list[Chart]]:
@@ -89,24 +70,29 @@ def charts_of(run: Run) -> dict[str, list[Chart]]:
     sections = {
         "Learning": _learning(run),
         "Compression": _compression(run),
-        "Traffic": [_bytes(run), _messages(run)],
+        "Traffic": _traffic(run),
         "Time": _time(run),
-        "Balance": [_sent_by_rank(run), _owners(run)],
+        "Balance": _balance(run),
     }
-    return {name: [chart for chart in charts if not chart.is_empty] for name, charts in sections.items()}
+    return {name: _known(charts) for name, charts in sections.items()}
+
+
+def _known(charts: Sequence[Chart]) -> list[Chart]:
+    """Return the charts that have something to show."""
+    return [c for c in charts if any(np.isfinite(series.y).any() for group in c.groups for series in group.series)]
 
 
 def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the runs over each other."""
 
     def by_epoch(name: str) -> list[Group]:
-        return [Group(_epochs(run), [Series(run.name, _of_epochs(run, name), f"run{i}")]) for i, run in enumerate(runs)]
+        return [_over_epochs(run, {run.name: (name, f"run{i}")}, "line") for i, run in enumerate(runs)]
 
     def by_step(values: Sequence[Floats], thin: str = "extremes") -> list[Group]:
         return [Group(_steps(run), [Series(run.name, values[i], f"run{i}")], thin=thin) for i, run in enumerate(runs)]
 
     defined: dict[str, Any] = {"axes": (SECONDS, BYTES, STEP), "definition": TRAINING}
-    charts = [
+    return _known([
         Chart("all-wer", "WER", "Word errors in the validation set: how soon, and after how many bytes.",
               "WER (errors a word)", by_epoch("wer"), **defined),
         Chart("all-val-loss", "Validation loss", "The mean over utterances of the validation set.",
@@ -114,13 +100,12 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
         Chart("all-train-loss", "Training loss", "The mean of each epoch's steps.",
               "loss (nats an utterance)", by_epoch("train_loss"), **defined),
         Chart("all-sent", "Bytes sent", "By rank 0 since the start, measured.", "bytes sent (B)",
-              by_step([run.sent_so_far for run in runs]), (STEP, SECONDS), "bytes"),
+              by_step([_steps(run)[BYTES] for run in runs]), (STEP, SECONDS), "bytes"),
         Chart("all-seconds", "Time of a step", "On rank 0, means over stretches of steps.", "time a step (s)",
               by_step([run.step_seconds for run in runs], "mean"), (STEP, BYTES), "seconds", definition=TRAINING),
         Chart("all-bytes-a-step", "Bytes of a step", "Sent by rank 0, measured.", "bytes a step (B)",
               by_step([run.column("sent_bytes") for run in runs]), (STEP, SECONDS), "bytes", log=True),
-    ]  # fmt: skip
-    return [chart for chart in charts if not chart.is_empty]
+    ])  # fmt: skip
 
 
 def floats(values: Iterable[float | None]) -> Floats:
@@ -129,41 +114,36 @@ def floats(values: Iterable[float | None]) -> Floats:
 
 
 def _steps(run: Run, chosen: NDArray[np.bool_] | slice = slice(None)) -> dict[str, Floats]:
-    """Return the places of the chosen steps on each axis."""
-    return {STEP: run.steps[chosen], SECONDS: run.seconds[chosen], BYTES: run.sent_so_far[chosen]}
+    """Return the places of the chosen steps on each axis; seconds and bytes are those at a step's end."""
+    so_far = {SECONDS: np.nancumsum(run.step_seconds), BYTES: np.nancumsum(run.column("sent_bytes"))}
+    return {axis: places[chosen] for axis, places in {STEP: run.steps, **so_far}.items()}
 
 
-def _epochs(run: Run) -> dict[str, Floats]:
-    columns = {STEP: "step", SECONDS: "seconds", BYTES: "sent_bytes"}
-    return {axis: _of_epochs(run, name) for axis, name in columns.items()}
+def _over_epochs(run: Run, curves: Mapping[str, tuple[str, str]], style: str = "dots") -> Group:
+    """Return curves over epochs: figure and colour by name."""
 
+    def column(name: str) -> Floats:
+        return floats(epoch[name] for epoch in run.epochs)
 
-def _of_epochs(run: Run, name: str) -> Floats:
-    return floats(epoch[name] for epoch in run.epochs)
+    x = {STEP: column("step"), SECONDS: column("seconds"), BYTES: column("sent_bytes")}
+    return Group(x, [Series(name, column(figure), color, style) for name, (figure, color) in curves.items()])
 
 
 def _marks(run: Run) -> list[tuple[dict[str, float], str]]:
     """Return the first sparse step and the resumed ones, at their beginning: axes have a step's end."""
-    found = [(run.boundary, "first sparse step")]
+    found = [(step, "first sparse step") for step in run.steps[run.is_sparse][:1]]
     found += [(event["step"], "resumed") for event in run.events if event["event"] == "resume"]
-    places, marks = _steps(run), []
-    for step, name in found if run.num_steps else ():
-        if step is not None:
-            row = int(np.searchsorted(run.steps, step))
-            before = {axis: float(places[axis][row - 1]) if row else 0.0 for axis in (SECONDS, BYTES)}
-            marks.append(({STEP: float(step), **before}, name))
+    before, marks = {axis: np.append(0.0, ends) for axis, ends in _steps(run).items()}, []
+    for step, name in ((step, name) for step, name in found if step is not None):
+        row = np.searchsorted(run.steps, step)
+        marks.append(({axis: float(ends[row]) for axis, ends in before.items()} | {STEP: float(step)}, name))
     return marks
 
 
 def _learning(run: Run) -> list[Chart]:
     loss, known = run.column("loss"), ~np.isnan(run.column("residual_norm"))
-    epochs = [
-        Series("training, mean of an epoch", _of_epochs(run, "train_loss"), "blue", "dots"),
-        Series("validation", _of_epochs(run, "val_loss"), "orange", "dots"),
-    ]
-    errors = [
-        Series("WER", _of_epochs(run, "wer"), "orange", "dots"), Series("CER", _of_epochs(run, "cer"), "green", "dots"),
-    ]  # fmt: skip
+    losses = {"training, mean of an epoch": ("train_loss", "blue"), "validation": ("val_loss", "orange")}
+    errors = {"WER": ("wer", "orange"), "CER": ("cer", "green")}
     norms = [Group(_steps(run), [Series("gradient delivered", run.column("grad_norm"), "muted", "faint")])]
     for rank in range(run.num_ranks):
         residual = Series(f"residual of rank {rank}", run.column(f"ranks.{rank}.residual_norm")[known], f"rank{rank}")
@@ -172,10 +152,9 @@ def _learning(run: Run) -> list[Chart]:
     return [
         Chart("loss", "Loss", "The mean over workers of the loss of an utterance.", "loss (nats an utterance)",
               [Group(_steps(run), [Series("training, each step", loss, "muted", "faint")]),
-               Group(_epochs(run), epochs)], tuple(AXES),
-              log=bool((np.nan_to_num(loss, nan=1.0) > 0).all()), wide=True, **defined),
+               _over_epochs(run, losses)], AXES, log=not (loss <= 0).any(), wide=True, **defined),
         Chart("errors", "Word and character errors", "Of the validation set; WER may pass 1.",
-              "errors a word, a character", [Group(_epochs(run), errors)], tuple(AXES), **defined),
+              "errors a word, a character", [_over_epochs(run, errors)], AXES, **defined),
         Chart("norms", "Residual against gradient",
               "What a step delivered, and what a rank still holds back after it, looked at every tenth sparse step.",
               "norm (gradient's unit)", norms, log=True, **defined),
@@ -186,11 +165,11 @@ def _compression(run: Run) -> list[Chart]:
     defined: dict[str, Any] = {"marks": _marks(run), "definition": NOMINAL}
 
     def curves(values: Mapping[str, Floats], chosen: NDArray[np.bool_] | slice = slice(None)) -> list[Group]:
-        colors = ("blue", "orange")
-        series = [Series(name, y[chosen], color) for (name, y), color in zip(values.items(), colors, strict=False)]
+        series = [Series(name, y[chosen], ("blue", "orange")[i]) for i, (name, y) in enumerate(values.items())]
         return [Group(_steps(run, chosen), series)]
 
-    of_k = {"selected by rank 0 / k": run.of_wanted("selected"), "delivered / k": run.of_wanted("nnz")}
+    names = {"selected by rank 0 / k": "selected", "delivered / k": "nnz"}
+    of_k = {heading: quotients(run.column(name), run.column("wanted")) for heading, name in names.items()}
     thresholds = {"local": run.column("threshold"), "global": run.column("global_threshold")}
     return [
         Chart("sparsity", "Sparsity", "1 - nnz / numel: 0 in dense steps.", "share of zeros",
@@ -204,48 +183,36 @@ def _compression(run: Run) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _bytes(run: Run) -> Chart:
+def _traffic(run: Run) -> list[Chart]:
     order = ("exchange", "gather", "dense_tail", "headers", "agree")
     parts = run.bytes_by_part()
     named = [name for name in order if name in parts] + [name for name in parts if name not in order]
     stack = [Series("side dense" if name == "dense_tail" else name, parts[name], name, "area") for name in named]
-    lines = [
-        Series("dense would send", run.dense_bytes, "muted", "dash"),
-        Series("bound 6k(P-1)/P", run.bound_bytes, "red", "dash"),
-    ]
+    dense = Series("dense would send", run.dense_bytes, "muted", "dash")
+    bound = Series("bound 6k(P-1)/P", run.bound_bytes, "red", "dash")
     highest = float(np.nanmax(run.bound_bytes, initial=0.0))
-    return Chart(
-        "bytes", "Bytes of each step, by phase", "Sent by rank 0, measured; headers are apart from what they head.",
-        "bytes a step (B)", [Group(_steps(run), stack), Group(_steps(run), lines)], kind="bytes", wide=True,
-        marks=_marks(run), zoom=("sparse steps", 1.3 * highest) if highest else None, definition="Words on the wire",
-    )  # fmt: skip
-
-
-def _messages(run: Run) -> Chart:
-    """Return the number of messages of each size, in powers of two, by collective: bin i ends below 2^i."""
-    used = [size.bit_length() for made in run.messages.values() for size in made.sizes]
-    span = range(min(used, default=0), max(used, default=-1) + 1)
-    groups = []
+    bins = [size.bit_length() for made in run.messages.values() for size in made.sizes]  # bin i ends below 2^i
+    span = range(min(bins, default=0), max(bins, default=-1) + 1)
+    messages = []
     for i, ((phase, collective), made) in enumerate(run.messages.items()):
-        counts = dict.fromkeys(span, 0)
-        for size, count in made.sizes.items():
-            counts[size.bit_length()] += count
-        color = phase if phase in (*PAIRS, "agree", "dense_tail") else f"run{i}"
-        bars = Series(f"{phase}: {collective}", floats(counts.values()), color, "bar")
-        groups.append(Group({STEP: floats(span)}, [bars]))
-    return Chart(
-        "messages", "Message sizes", "Messages that rank 0 sent, by collective; a bar is a power of two.",
-        "messages (count)", groups, log=True, wide=True, labels=[_bin_label(i) for i in span],
-        x_title="message size (at least)",
-    )  # fmt: skip
+        counts = add_by_name({size.bit_length(): count} for size, count in made.sizes.items())
+        color = phase if phase in COMMUNICATION else f"run{i}"
+        bars = Series(f"{phase}: {collective}", floats(counts.get(place, 0) for place in span), color, "bar")
+        messages.append(Group({STEP: floats(span)}, [bars]))
+    return [
+        Chart("bytes", "Bytes of each step, by phase", "Sent by rank 0, measured; headers are apart from their blocks.",
+              "bytes a step (B)", [Group(_steps(run), stack), Group(_steps(run), [dense, bound])], kind="bytes",
+              wide=True, marks=_marks(run), zoom=1.3 * highest or None, definition="Words on the wire"),
+        Chart("messages", "Message sizes", "Messages that rank 0 sent, by collective; a bar is a power of two.",
+              "messages (count)", messages, log=True, wide=True, labels=[_bin_label(i) for i in span],
+              x_title="message size (at least)"),
+    ]  # fmt: skip
 
 
 def _bin_label(i: int) -> str:
-    low = 1 << max(i - 1, 0)
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if low >= size:
-            return f"{low // size} {unit}"
-    return f"{low} B"
+    power = max(i - 1, 0)
+    unit = min(power // 10, 3)
+    return f"{1 << power - 10 * unit} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
 def _time(run: Run) -> list[Chart]:
@@ -254,8 +221,7 @@ def _time(run: Run) -> list[Chart]:
         split += _stack(run, [Series(SPLIT[name], y, name, "area") for name, y in run.split_of(rank).items()], rank)
         phases += _stack(run, [Series(name, y, name, "area") for name, y in run.phases_of(rank).items()], rank)
         communication, computation = run.communication(rank)
-        whole = communication + computation
-        share = np.divide(100 * communication, whole, out=np.full_like(whole, np.nan), where=whole > 0)
+        share = quotients(100 * communication, communication + computation)
         shares.append(Group(_steps(run), [Series(f"rank {rank or 0}", share, f"rank{rank or 0}")], thin="mean"))
     marks = _marks(run)
     return [
@@ -280,70 +246,55 @@ def _stack(run: Run, parts: Sequence[Series], rank: int | None) -> list[Group]:
     return [Group(_steps(run), parts, rank, "mean"), Group(_steps(run), [whole], rank, "longest")]
 
 
-def _sent_by_rank(run: Run) -> Chart:
-    ranks = range(run.num_ranks)
+def _balance(run: Run) -> list[Chart]:
+    ranks, known, names = range(run.num_ranks), run.is_sparse, run.names("nnz_by_owner")
     bars = [
         Series(name, floats(total(run.column(f"ranks.{rank}.{name}_bytes")) for rank in ranks), color, "bar")
         for name, color in (("sent", "blue"), ("received", "orange"))
     ]
-    return Chart(
-        "ranks", "Bytes by rank", "All steps together, as each rank measured them.", "bytes (B)",
-        [Group({STEP: floats(ranks)}, bars)], kind="bytes", labels=[str(rank) for rank in ranks], x_title="rank",
-    )  # fmt: skip
-
-
-def _owners(run: Run) -> Chart:
-    known, names = run.is_sparse, run.names("nnz_by_owner")
     owned = np.array([run.column(f"nnz_by_owner.{owner}")[known] for owner in range(len(names))])
     average = owned.mean(axis=0) if len(names) else np.empty(0)
-    series = [
-        Series(f"region of rank {owner}", np.divide(y, average, out=np.full_like(y, np.nan), where=average > 0),
-               f"rank{owner}", "faint")
-        for owner, y in enumerate(owned)
+    loads = [quotients(y, average) for y in owned]
+    series = [Series(f"region of rank {owner}", y, f"rank{owner}", "faint") for owner, y in enumerate(loads)]
+    return [
+        Chart("ranks", "Bytes by rank", "All steps together, as each rank measured them.", "bytes (B)",
+              [Group({STEP: floats(ranks)}, bars)], kind="bytes", labels=[str(rank) for rank in ranks], x_title="rank"),
+        Chart("owners", "Load of the regions' owners", "Elements delivered from each region, over the mean: 1 is even.",
+              "delivered / mean", [Group(_steps(run, known), series)], from_zero=False),
     ]  # fmt: skip
-    return Chart(
-        "owners", "Load of the regions' owners", "Elements delivered from each region, over their mean: 1 is even.",
-        "delivered / mean", [Group(_steps(run, known), series)], from_zero=False,
-    )  # fmt: skip
 
 
 def thinned(chart: Chart, points: int) -> Chart:
-    """Return the chart with at most about `points` places in each group; see `Group.thin`."""
-    marked = [at[STEP] for at, _ in chart.marks]
-    return replace(chart, groups=[_thinned(group, points, marked) for group in chart.groups])
+    """Return the chart with at most about `points` places in each group, on its own axes; see `Group.thin`."""
+    groups = []
+    for group in chart.groups:
+        rows, ys = _thinned(group, points, [at[STEP] for at, _ in chart.marks])
+        series = [replace(each, y=y) for each, y in zip(group.series, ys, strict=True)]
+        groups.append(replace(group, x={axis: group.x[axis][rows] for axis in chart.axes}, series=series))
+    return replace(chart, groups=groups)
 
 
-def _thinned(group: Group, points: int, marked: Sequence[float]) -> Group:
-    size = len(group.series[0].y) if group.series else 0
-    is_stack = group.thin != "extremes"
-    points = min(points, MOST_STRETCHES) if is_stack else points
-    if size <= points:
-        return group
-    if is_stack:  # one value for each stretch of steps, at its end
+def _thinned(group: Group, points: int, marked: Sequence[float]) -> tuple[NDArray[np.int64], list[Floats]]:
+    """Return the places of a group that stay, and the values of its series there."""
+    ys = [series.y for series in group.series]
+    size = len(group.x[STEP])
+    points = min(points, MOST_STRETCHES) if group.thin in STRETCH else points
+    if size <= points or not ys:
+        return np.arange(size), ys
+    if group.thin in STRETCH:  # one value for each stretch of steps, at its end
         parts = np.array_split(np.arange(size), points)
-        rows = np.array([part[-1] for part in parts])
-        combined = np.mean if group.thin == "mean" else np.max
-        ys = [np.array([_known(combined, each.y[part]) for part in parts]) for each in group.series]
-    else:
-        kept = set(extremes([series.y for series in group.series], points).tolist())
-        for row in np.searchsorted(group.x[STEP], marked).tolist():  # where something changes: both sides of it
-            kept |= {max(row - 1, 0), min(row, size - 1)}
-        rows = np.array(sorted(kept))
-        ys = [series.y[rows] for series in group.series]
-    x = {axis: values[rows] for axis, values in group.x.items()}
-    return replace(group, x=x, series=[replace(each, y=y) for each, y in zip(group.series, ys, strict=True)])
-
-
-def _known(combined: Any, values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(combined(known)) if len(known) else np.nan
+        return np.array([part[-1] for part in parts]), [
+            floats(STRETCH[group.thin](y[part]) for part in parts) for y in ys
+        ]
+    kept = set(extremes(ys, points).tolist())
+    for row in np.searchsorted(group.x[STEP], marked).tolist():  # where something changes: both sides of it
+        kept |= {max(row - 1, 0), min(row, size - 1)}
+    rows = np.array(sorted(kept))
+    return rows, [y[rows] for y in ys]
 
 
 def extremes(columns: Sequence[Floats], points: int) -> NDArray[np.int64]:
-    """Return at most `points` rows (or a few for each column): the first, the last, and where a column is extreme.
-
-    The rows are cut into equal bins; of each bin and column the least and the greatest stay.
-    """
+    """Return at most about `points` rows: the first, the last, and the extremes of each column in equal bins."""
     size = len(columns[0])
     bins = max(points // (2 * len(columns)), 8)
     width = -(-size // bins)

@@ -1,8 +1,7 @@
 """`oktopk report` and `oktopk watch`: the figures of finished and of running runs."""
 
-from __future__ import annotations
-
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -29,38 +28,33 @@ def report(
 ) -> None:
     """Show the figures of a run, or of several side by side: one HTML file that works offline.
 
-    oktopk report runs/NAME                     report.html: loss, WER, bytes, time, messages, balance, events
-    oktopk report runs/ONE runs/TWO -o both.html    the two over each other, and side by side
-    oktopk report runs/NAME --text              the same tables here
+    oktopk report runs/NAME                   report.html: loss, bytes, time, events
+    oktopk report runs/A runs/B -o both.html  two runs, side by side
+    oktopk report runs/NAME --text            the same tables here
 
     A run that still goes on, failed, or left a damaged file is shown as far as it got, and the report says so.
     """
     with exit_on_error():
-        if text or as_object or csv:
-            if text and as_object:
-                raise SettingError("--text and --json both write to stdout: choose one")
-        else:
+        if text and as_object:
+            raise SettingError("--text and --json both write to stdout: choose one")
+        if out is None and not (text or as_object or csv):
+            out = Path(PAGE)
+        if out is not None:
             page.check_possible()
         made = make_report(named_apart([load_run(path) for path in runs]))
-        console = Console(soft_wrap=False)
         if csv is not None:
-            written = write_csv(made, csv)
-            Console(stderr=True).print(f"{len(written)} tables in {csv}", highlight=False)
+            Console(stderr=True).print(f"{write_csv(made, csv)} tables in {csv}", highlight=False)
         if as_object:
             typer.echo(json.dumps(as_json(made), allow_nan=False, indent=1))
         elif text:
-            print_report(made, console)
-        if out is not None or not (text or as_object or csv):
-            path = out or Path(PAGE)
-            page.check_possible()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(page.make_page(made), encoding="utf-8")
-            Console(stderr=True, soft_wrap=True).print(f"wrote {path}", highlight=False)
+            print_report(made, Console(soft_wrap=False))
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(page.make_page(made), encoding="utf-8")
+            Console(stderr=True, soft_wrap=True).print(f"wrote {out}", highlight=False)
 
 
-def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its metrics.jsonl.")],
-) -> None:
+def watch(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its metrics.jsonl.")]) -> None:
     """Follow a run in this terminal until it ends; Ctrl-C leaves it to itself."""
     with exit_on_error():
         follow(run, Console())
@@ -68,9 +62,9 @@ def watch(
 
 def named_apart(runs: list[Run]) -> list[Run]:
     """Give runs of the same name a number each."""
-    seen: dict[str, int] = {}
+    seen = Counter[str]()
     for run in runs:
-        seen[run.name] = seen.get(run.name, 0) + 1
+        seen[run.name] += 1
         if seen[run.name] > 1:
             run.name = f"{run.name} ({seen[run.name]})"
     return runs

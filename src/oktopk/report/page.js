@@ -3,6 +3,7 @@
 // chooses another axis, rank or colour scheme.
 (() => {
   const charts = JSON.parse(document.getElementById("data").textContent);
+  const AXES = { step: "step", seconds: "training time (s)", bytes: "bytes sent by rank 0" };
   const CYCLE = ["blue", "orange", "green", "purple", "red", "teal", "pink", "yellow"];
   const NAMED = {
     exchange: "blue", gather: "teal", dense_tail: "purple", headers: "yellow", agree: "pink", accumulate: "muted",
@@ -27,7 +28,7 @@
       this.figure = figure;
       this.plot = figure.querySelector(".plot");
       this.chart = charts[figure.dataset.chart];
-      this.axis = Object.keys(this.chart.axes)[0];
+      this.axis = this.chart.axes[0];
       this.rank = 0;
       this.near = false;
       this.hidden = new Set(this.chart.groups.flatMap((group) => group.series).filter((series) => series.off).map((series) => series.name));
@@ -130,19 +131,19 @@
       const ink = css("ink"), soft = css("soft"), grid = css("grid");
       const common = { gridcolor: grid, linecolor: grid, zeroline: false, tickangle: 0, tickfont: { color: soft, size: 11 } };
       const title = (text) => ({ text, font: { color: soft, size: 12 }, standoff: 6 });
-      const xaxis = { ...common, title: title(this.chart.axes[this.axis]) };
+      const xaxis = { ...common, title: title(AXES[this.axis]) };
       if (this.axis === "bytes") Object.assign(xaxis, { tickformat: "~s", ticksuffix: "B" });
       if (this.chart.labels.length) {
         const places = this.chart.groups[0].x[this.axis];
         const every = Math.ceil(places.length / (narrow.matches ? 7 : 14));
         const kept = Array.from(places.keys()).filter((i) => i % every === 0);
-        Object.assign(xaxis, { title: title(this.chart.xTitle), tickvals: kept.map((i) => places[i]), ticktext: kept.map((i) => this.chart.labels[i]) });
+        Object.assign(xaxis, { title: title(this.chart.x_title), tickvals: kept.map((i) => places[i]), ticktext: kept.map((i) => this.chart.labels[i]) });
       }
-      const yaxis = { ...common, title: title(this.chart.yTitle), type: this.log ? "log" : "linear" };
+      const yaxis = { ...common, title: title(this.chart.y_title), type: this.log ? "log" : "linear" };
       if (this.chart.kind !== "number") Object.assign(yaxis, { tickformat: "~s", ticksuffix: this.suffix() });
       if (this.log) Object.assign(yaxis, this.logAxis());
-      else if (this.chart.fromZero) yaxis.rangemode = "tozero";
-      if (this.near) yaxis.range = [0, this.chart.zoom.top];
+      else if (this.chart.from_zero) yaxis.rangemode = "tozero";
+      if (this.near) yaxis.range = [0, this.chart.zoom];
       return {
         xaxis, yaxis, ...this.marks(soft), showlegend: false, barmode: "overlay",
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -176,10 +177,10 @@
     marks(color) {
       const last = Math.max(...this.groups.map((group) => group.x[this.axis].at(-1) || 0));
       const shapes = [], annotations = [];
-      for (const mark of this.chart.marks) {
-        const x = mark.at[this.axis];
+      for (const [at, name] of this.chart.marks) {
+        const x = at[this.axis];
         shapes.push({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color, width: 1, dash: "dot" } });
-        annotations.push({ x, y: 1, yref: "paper", yanchor: "bottom", xanchor: x > last / 2 ? "right" : "left", text: mark.name, showarrow: false, font: { color, size: 11 } });
+        annotations.push({ x, y: 1, yref: "paper", yanchor: "bottom", xanchor: x > last / 2 ? "right" : "left", text: name, showarrow: false, font: { color, size: 11 } });
       }
       return { shapes, annotations };
     }

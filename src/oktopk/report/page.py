@@ -1,7 +1,5 @@
 """The report as a page: one file that needs no other, and nothing from the network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -14,7 +12,7 @@ import numpy as np
 
 from oktopk import __version__
 from oktopk.errors import SettingError
-from oktopk.report.charts import AXES, Chart, thinned
+from oktopk.report.charts import Chart, thinned
 from oktopk.report.report import Report
 from oktopk.telemetry.format import format_value
 from oktopk.telemetry.run import Floats
@@ -29,11 +27,10 @@ ALL_NUMBERS = 120_000
 
 def check_possible() -> None:
     """Raise if a package that makes the page is missing."""
-    for module in NEEDED:
-        if find_spec(module) is None:
-            raise SettingError(
-                f"the page needs {module}: pip install 'oktopk[report]', or use --text, which works without it"
-            )
+    missing = ", ".join(module for module in NEEDED if find_spec(module) is None)
+    if missing:
+        advice = "pip install 'oktopk[report]', or use --text, which works without it"
+        raise SettingError(f"the page needs {missing}: {advice}")
 
 
 def make_page(report: Report) -> str:
@@ -43,59 +40,33 @@ def make_page(report: Report) -> str:
     from plotly.offline import get_plotlyjs
 
     names = [each.run.name for each in report.runs]
+    title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    safe = {"css": _own("page.css"), "js": _own("page.js"), "plotly": get_plotlyjs()}
+    safe |= {"definitions": definitions(), "data": as_script(chart_data(report))}
     environment = Environment(loader=PackageLoader("oktopk.report", "."), autoescape=True, trim_blocks=True)
-    environment.globals.update(shown=format_value, anchor=anchor, axes=AXES)
-    return environment.get_template("page.html").render(
-        title=names[0] if len(names) == 1 else f"{len(names)} runs",
-        report=report,
-        version=__version__,
-        definitions=Markup(definitions()),
-        data=Markup(as_script(chart_data(report))),
-        plotly=Markup(get_plotlyjs()),
-        css=Markup(_own("page.css")),
-        js=Markup(_own("page.js")),
-    )
+    environment.globals.update(shown=format_value, anchor=anchor, zip=zip, version=__version__)
+    page = environment.get_template("page.html")
+    return page.render(title=title, report=report, **{name: Markup(text) for name, text in safe.items()})
 
 
 def as_script(value: Any) -> str:
-    """Return the value as JSON that cannot end the script in which it stands."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    """Return charts as JSON that cannot end the script in which it stands."""
+
+    def plain(each: Any) -> Any:
+        return packed(each) if isinstance(each, np.ndarray) else vars(each)
+
+    text = json.dumps(value, default=plain, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def chart_data(report: Report) -> dict[str, Any]:
+def chart_data(report: Report) -> dict[str, Chart]:
     """Return all charts by their id in the page, thinned so that the page stays small."""
     charts = {chart.name: chart for chart in report.charts}
     for i, each in enumerate(report.runs):
         charts |= {f"{chart.name}-{i}": chart for section in each.charts.values() for chart in section}
     columns = sum(len(group.x) + len(group.series) for chart in charts.values() for group in chart.groups)
     points = int(min(MOST_POINTS, max(FEWEST_POINTS, ALL_NUMBERS // max(columns, 1))))
-    return {name: _encoded(thinned(chart, points)) for name, chart in charts.items()}
-
-
-def _encoded(chart: Chart) -> dict[str, Any]:
-    return {
-        "axes": {axis: AXES[axis] for axis in chart.axes},
-        "xTitle": chart.x_title,
-        "yTitle": chart.y_title,
-        "kind": chart.kind,
-        "log": chart.log,
-        "fromZero": chart.from_zero,
-        "labels": list(chart.labels),
-        "zoom": chart.zoom and {"name": chart.zoom[0], "top": chart.zoom[1]},
-        "marks": [{"at": dict(at), "name": name} for at, name in chart.marks],
-        "groups": [
-            {
-                "rank": group.rank,
-                "x": {axis: packed(group.x[axis]) for axis in chart.axes},
-                "series": [
-                    {"name": each.name, "color": each.color, "style": each.style, "off": each.off, "y": packed(each.y)}
-                    for each in group.series
-                ],
-            }
-            for group in chart.groups
-        ],
-    }
+    return {name: thinned(chart, points) for name, chart in charts.items()}
 
 
 def packed(values: Floats) -> str:
@@ -105,11 +76,7 @@ def packed(values: Floats) -> str:
 
 
 def anchor(heading: str) -> str:
-    """Return the id of a heading of docs/accounting.md.
-
-    >>> anchor("Nominal figures (the literature's)")
-    'def-nominal-figures-the-literature-s'
-    """
+    """Return the id of a heading of docs/accounting.md."""
     return "def-" + re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
 
 

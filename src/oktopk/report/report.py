@@ -1,26 +1,37 @@
 """`Report`: the warnings, cards, tables and charts of some runs, for page, terminal, CSV and JSON."""
 
-from __future__ import annotations
-
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from oktopk.report.charts import Chart, charts_of, comparison_charts
-from oktopk.report.compare import comparison_table
-from oktopk.report.tables import Card, Table, cards_of, step_table, tables_of
-from oktopk.report.warnings import Note, notes_of
-from oktopk.telemetry.figures import summary_of
+from oktopk.report.tables import Card, Table, cards_of, comparison_table, step_table, tables_of
+from oktopk.telemetry.figures import summary_of, verdict_of
 from oktopk.telemetry.run import Run
+from oktopk.telemetry.schema import VERSION
+
+SHOWN_LINES = 5
+
+
+@dataclass(frozen=True)
+class Note:
+    """A banner; `level` is "error", "warning" or "info"."""
+
+    level: str
+    text: str
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """The report of one run; charts by section."""
+    """The report of one run; charts by section. The verdict says whether compression paid, if that is known."""
 
     run: Run
+    verdict: str | None
     notes: Sequence[Note]
     cards: Sequence[Card]
     tables: Sequence[Table]
@@ -42,7 +53,9 @@ class Report:
 
 def make_report(runs: Sequence[Run]) -> Report:
     """Return the report of one run or several."""
-    reports = [RunReport(run, notes_of(run), cards_of(run), tables_of(run), charts_of(run)) for run in runs]
+    reports = [
+        RunReport(run, verdict_of(run), notes_of(run), cards_of(run), tables_of(run), charts_of(run)) for run in runs
+    ]
     several = len(runs) > 1
     return Report(reports, comparison_table(runs) if several else None, comparison_charts(runs) if several else [])
 
@@ -65,33 +78,68 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _objects(table: Table) -> list[dict[str, Any]]:
-    names = [column.name for column in table.columns]
-    return [dict(zip(names, row, strict=True)) for row in table.rows]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-def write_csv(report: Report, folder: Path) -> list[Path]:
-    """Write RUN-TABLE.csv for each run and table, its steps too; return the files. What is not known is empty."""
+def write_csv(report: Report, folder: Path) -> int:
+    """Write RUN-TABLE.csv for each run and table, its steps too; return the number of files."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for prefix, each in zip(prefixes([each.run for each in report.runs]), report.runs, strict=True):
-        for table in (*each.tables, step_table(each.run)):
-            written.append(_write(table, folder / f"{prefix}{table.name}.csv"))
-    if report.comparison is not None:
-        written.append(_write(report.comparison, folder / f"{report.comparison.name}.csv"))
-    return written
+    tables = {} if report.comparison is None else {"comparison": report.comparison}
+    for prefix, each in zip(_prefixes([each.run.name for each in report.runs]), report.runs, strict=True):
+        tables |= {f"{prefix}{table.name}": table for table in (*each.tables, step_table(each.run))}
+    for name, table in tables.items():
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([table.columns, *table.rows])
+    return len(tables)
 
 
-def prefixes(runs: Sequence[Run]) -> list[str]:
+def _prefixes(runs: Sequence[str]) -> list[str]:
     """Return the prefix of each run's files: empty, if there is one run."""
     if len(runs) == 1:
         return [""]
-    names = ["".join(c if c.isalnum() or c in "-_." else "_" for c in run.name) for run in runs]
+    names = [re.sub(r"[^\w.-]", "_", run) for run in runs]
     return [f"{name}-" if names.count(name) == 1 else f"{name}-{i}-" for i, name in enumerate(names)]
 
 
-def _write(table: Table, path: Path) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([column.name for column in table.columns])
-        writer.writerows(table.rows)
-    return path
+def notes_of(run: Run) -> list[Note]:
+    """Return the warnings and notes of a run."""
+    if not run.num_steps and not run.events and not run.header:
+        return [Note("warning", "The file holds no record yet."), *_damage(run)]
+    return [*_ending(run), *_damage(run), *_content(run)]
+
+
+def _ending(run: Run) -> Iterator[Note]:
+    planned = run.header.get("steps")
+    made = f"{run.num_steps:,} of {planned:,}" if isinstance(planned, int) else f"{run.num_steps:,}"
+    if run.state == "failed":
+        yield Note("error", f"The run failed after {made} steps: {run.events[-1]['message']}")
+    elif run.state == "unfinished" and run.header:
+        yield Note("warning", f"The run is not over, or was stopped: {made} steps are here.")
+
+
+def _damage(run: Run) -> Iterator[Note]:
+    if run.is_cut:
+        yield Note("warning", "The file ends amid a line, which is left out: it is being written, or was cut off.")
+    if run.bad_lines:
+        lines = ", ".join(map(str, run.bad_lines[:SHOWN_LINES])) + ", ..." * (len(run.bad_lines) > SHOWN_LINES)
+        yield Note("warning", f"Left out, since they are no records: {len(run.bad_lines):,} lines ({lines}).")
+    version = run.header.get("version", VERSION)
+    if version != VERSION:
+        versions = f"version {version!r}, this report knows version {VERSION}"
+        yield Note("warning", f"The file is of {versions}: what it has under other names is missing here.")
+
+
+def _content(run: Run) -> Iterator[Note]:
+    if not run.header:
+        yield Note("info", "No line says what the run was: settings are not known.")
+    if run.num_headers > 1 or (np.diff(run.steps) <= 0).any():
+        yield Note("warning", "Step numbers repeat: the file seems to hold several runs, shown as one.")
+    if run.num_steps and not run.is_sparse.any():
+        yield Note("info", "No step was sparse: compression was not active.")
+    if run.is_skipped.any():
+        yield Note("warning", f"{int(run.is_skipped.sum()):,} steps were skipped: a gradient was not finite.")
+    there = {"phases of every rank": run.names("ranks.0.seconds"), "message sizes": run.messages}
+    missing = " and no ".join(name for name, found in there.items() if not found)
+    if run.num_steps and missing:
+        who = "an earlier version, or a script of one's own, wrote it"
+        yield Note("info", f"The file has no {missing}: {who}. They are shown as n/a.")

@@ -1,43 +1,54 @@
-"""The tables of a run: each is made once, and shown by the page, the terminal, CSV and JSON alike."""
+"""The tables of a run, and of several side by side: page, terminal, CSV and JSON show the same ones."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from oktopk.telemetry.figures import finite, mean, phases_of, quotient, summary_of, total, whole_total
+from oktopk.telemetry.figures import finite, quotient, summary_of, total, whole_total
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.run import COMMUNICATION, Floats, Run
-from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue
+from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue, mean
 
+SETTINGS = (
+    "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size", "lr",
+    "momentum", "sparse_momentum", "seed",
+)  # fmt: skip
+"""Settings of a run that its table shows, where the run has them."""
 
-@dataclass(frozen=True)
-class Column:
-    """A column: its heading, and the unit of its figures."""
-
-    name: str
-    kind: str = "number"
+COLUMNS: Sequence[tuple[str, str, str, Callable[..., Any] | None]] = (
+    ("run", "text", "run", None),
+    ("exchange", "text", "exchange", None),
+    ("workers", "count", "workers", None),
+    ("steps", "count", "steps", None),
+    ("train loss", "number", "train_loss", min),
+    ("val loss", "number", "val_loss", min),
+    ("best WER", "number", "best_wer", min),
+    ("sent", "bytes", "sent_bytes", min),
+    ("x fewer bytes", "times", "sent_bytes", max),
+    ("seconds a step", "seconds", "step_seconds", min),
+    ("x faster", "times", "step_seconds", max),
+    ("seconds", "seconds", "seconds", min),
+    ("seconds to goal", "seconds", "goal_seconds", min),
+    ("x sooner", "times", "goal_seconds", max),
+    ("bytes to goal", "bytes", "goal_bytes", min),
+    ("x fewer bytes to goal", "times", "goal_bytes", max),
+)
+"""Heading, unit and figure of each column, and the function that finds the best in it; "times" are ratios."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: raw figures, None where one is not known.
-
-    definition    the heading in docs/accounting.md under which its figures are defined
-    best          rows that are best, by column
-    """
+    """A table of raw figures."""
 
     name: str
     title: str
     about: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
-    definition: str = "Measured figures"
-    best: Sequence[tuple[int, int]] = ()
+    columns: Mapping[str, str]  # units by heading
+    rows: Sequence[Sequence[Any]]  # None where a figure is not known
+    definition: str = "Measured figures"  # the heading in docs/accounting.md that defines the figures
+    best: Sequence[tuple[int, int]] = ()  # places (row, column) of the best figures
 
 
 @dataclass(frozen=True)
@@ -52,58 +63,50 @@ class Card:
 
 def tables_of(run: Run) -> list[Table]:
     """Return all tables of a run."""
-    makers = (
-        settings_table, phase_table, bytes_table, time_table, rank_table, message_table, region_table, epoch_table,
-        event_table,
-    )  # fmt: skip
-    return [make(run) for make in makers]
+    of_rank_0 = [_settings(run), _phases(run), _bytes(run), _time(run)]
+    return [*of_rank_0, _ranks(run), _messages(run), _regions(run), _epochs(run), _events(run)]
 
 
-def settings_table(run: Run) -> Table:
-    """Return the settings of the run."""
-    names = (
-        "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size",
-        "lr", "momentum", "sparse_momentum", "seed",
-    )  # fmt: skip
+def _settings(run: Run) -> Table:
     config = run.header.get("config", {})
     planned = {"parameters": "numel", "sent sparsely": "sparse_numel", "steps planned": "steps"}
     settings = {"started": run.header.get("started"), "workers": run.workers}
     settings |= {heading: run.header.get(name) for heading, name in planned.items()}
-    settings |= {name: config[name] for name in names if name in config}
+    settings |= {name: config[name] for name in SETTINGS if name in config}
     rows = [(name, _plain(value)) for name, value in settings.items()]
-    return Table("settings", "The run", "As it said when it started.", _columns(setting="text", value="text"), rows)
+    return Table("settings", "The run", "As it said when it started.", {"setting": "text", "value": "text"}, rows)
 
 
-def phase_table(run: Run) -> Table:
-    """Return the figures of dense and of sparse steps."""
-    summary, rows = summary_of(run), []
-    for phase, made in phases_of(run).items():
-        delivered = made & ~run.is_skipped
-        sent = summary["sent_bytes_per_step"][phase]
-        rows.append(
-            [
-                phase,
-                int(made.sum()),
-                int((made & run.is_skipped).sum()),
-                *(mean(run.column(name)[delivered].tolist()) for name in ("sparsity", "compression_ratio")),
-                quotient(total(run.column("selected")[delivered]), total(run.column("wanted")[delivered])),
-                whole_total(run.column("sent_bytes")[made]),
-                sent,
-                quotient(sent, mean(run.dense_bytes[made].tolist())),
-                summary["seconds_per_step"][phase],
-            ]
-        )
-    columns = [
-        *_columns(phase="text", steps="count", skipped="count"), *_figures("sparsity", "compression_ratio"),
-        Column("selected / k"), *_figures("sent_bytes"), Column("sent a step", "bytes"),
-        Column("of a dense step", "share"), Column("seconds a step", "seconds"),
-    ]  # fmt: skip
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON can hold it."""
+    if isinstance(value, float):
+        return finite(value)
+    return value if value is None or isinstance(value, (int, str)) else str(value)
+
+
+def _figures(*names: str) -> dict[str, str]:
+    """Return the columns of figures of the catalogue."""
+    figures = catalogue(TrainStep) | catalogue(EpochRecord)
+    return {figures[name].heading or name: figures[name].unit for name in names}
+
+
+def _phases(run: Run) -> Table:
+    rows = []
+    for phase, made in run.masks.items():
+        delivered, all_sent = made & ~run.is_skipped, run.column("sent_bytes")[made]
+        means = [mean(run.column(name)[delivered]) for name in ("sparsity", "compression_ratio")]
+        of_k = quotient(total(run.column("selected")[delivered]), total(run.column("wanted")[delivered]))
+        sent, dense, seconds = mean(all_sent), mean(run.dense_bytes[made]), mean(run.step_seconds[made])
+        counts = [int(made.sum()), int((made & run.is_skipped).sum())]
+        rows.append([phase, *counts, *means, of_k, whole_total(all_sent), sent, quotient(sent, dense), seconds])
+    columns = {"phase": "text", "steps": "count", "skipped": "count", **_figures("sparsity", "compression_ratio")}
+    columns |= {"selected / k": "number", **_figures("sent_bytes"), "sent a step": "bytes"}
+    columns |= {"of a dense step": "share", "seconds a step": "seconds"}
     about = "Sparsity and ratio are means over steps that delivered something; bytes and seconds are rank 0's."
     return Table("phases", "Dense and sparse steps", about, columns, rows, "Nominal figures (the literature's)")
 
 
-def bytes_table(run: Run) -> Table:
-    """Return the bytes that rank 0 sent, by phase of the algorithm, against dense and against the bound."""
+def _bytes(run: Run) -> Table:
     sent = whole_total(run.column("sent_bytes"))
     parts = {
         **run.bytes_by_part(),
@@ -112,125 +115,117 @@ def bytes_table(run: Run) -> Table:
         "the bound 6k(P-1)/P, sparse steps": run.bound_bytes,
     }
     rows = [[name, whole_total(part), quotient(total(part), sent), *_means(run, part)] for name, part in parts.items()]
-    about = (
-        "Measured on rank 0. Headers are those of the blocks of pairs, and their sizes where they travel; side is what "
-        "travels dense; agree is what is not gradient."
-    )
-    columns = _columns(part="text", sent="bytes", share="share") + _per_step("bytes")
+    about = "Measured on rank 0. Headers are those of blocks of pairs; dense_tail travels dense; agree is no gradient."
+    columns = {"part": "text", "sent": "bytes", "share": "share", "a dense step": "bytes", "a sparse step": "bytes"}
     return Table("bytes", "Bytes sent, by phase of the algorithm", about, columns, rows, "Words on the wire")
 
 
-def time_table(run: Run) -> Table:
-    """Return the parts of rank 0's time, on the training thread and on the exchange's."""
+def _means(run: Run, values: Floats) -> list[float | None]:
+    """Return the means over dense and over sparse steps."""
+    return [mean(values[made]) for made in run.masks.values()]
+
+
+def _time(run: Run) -> Table:
     whole = total(run.step_seconds)
     parts = [("training", SPLIT[name], part) for name, part in run.split_of().items()]
     parts += [("exchange", name, part) for name, part in run.phases_of().items()]
-    rows = [[thread, name, total(part), quotient(total(part), whole), *_means(run, part)]
-            for thread, name, part in parts]  # fmt: skip
+    rows = [
+        [thread, name, total(part), quotient(total(part), whole), *_means(run, part)] for thread, name, part in parts
+    ]
     about = "The exchange works while backward still computes: only the wait is in the step's time."
-    columns = [*_columns(thread="text", part="text", seconds="seconds"), Column("of a step", "share")]
-    return Table("time", "Time, by what it was spent on", about, columns + _per_step("seconds"), rows, "Phases")
+    columns = {"thread": "text", "part": "text", "seconds": "seconds", "of a step": "share"}
+    columns |= {"a dense step": "seconds", "a sparse step": "seconds"}
+    return Table("time", "Time, by what it was spent on", about, columns, rows, "Phases")
 
 
-def rank_table(run: Run) -> Table:
-    """Return the bytes of each rank and the parts of its time."""
+def _ranks(run: Run) -> Table:
     names = ("sent_bytes", "received_bytes", "messages", "selected")
     sums = [[whole_total(run.column(f"ranks.{rank}.{name}")) for name in names] for rank in range(run.num_ranks)]
     average, rows = mean(sent for sent, *_ in sums), []
     for rank, figures in enumerate(sums):
         communication, computation = (total(part) for part in run.communication(rank))
         both = None if communication is None or computation is None else communication + computation
-        rows.append(
-            [
-                f"rank {rank}",
-                *figures,
-                quotient(figures[0], average),
-                *(total(part) for part in run.split_of(rank).values()),
-                communication,
-                computation,
-                quotient(communication, both),
-            ]
-        )
-    columns = [
-        Column("rank", "text"), *_figures(*names), Column("sent / mean", "times"),
-        *(Column(name, "seconds") for name in (*SPLIT, "communication", "computation")),
-        Column("communicating", "share"),
-    ]  # fmt: skip
+        seconds = [*map(total, run.split_of(rank).values()), communication, computation]
+        rows.append([f"rank {rank}", *figures, quotient(figures[0], average), *seconds, quotient(communication, both)])
+    columns = {"rank": "text", **_figures(*names), "sent / mean": "times"}
+    columns |= dict.fromkeys((*SPLIT, "communication", "computation"), "seconds") | {"communicating": "share"}
     about = (
-        f"Communication is {', '.join(COMMUNICATION[:-1])} and {COMMUNICATION[-1]}; computation is forward, backward, "
-        "update and what the exchange computes. The two overlap; their sum is what the share is of."
+        f"Communication is the seconds in {', '.join(COMMUNICATION)}. Computation overlaps it; the share is of both."
     )
     return Table("ranks", "By rank", about, columns, rows, "A training run")
 
 
-def message_table(run: Run) -> Table:
-    """Return the number and the sizes of the messages of each collective."""
-    columns = _columns(phase="text", collective="text", calls="count", messages="count", total="bytes")
-    columns += _columns(smallest="bytes", median="bytes", largest="bytes")
+def _messages(run: Run) -> Table:
     rows = [
-        [phase, collective, made.calls, made.count, made.sent_bytes,
+        [phase, collective, made.calls, made.sizes.total(), made.sent_bytes,
          min(made.sizes, default=None), made.median, max(made.sizes, default=None)]
         for (phase, collective), made in run.messages.items()
     ]  # fmt: skip
+    columns = {"phase": "text", "collective": "text", "calls": "count", "messages": "count"}
+    columns |= dict.fromkeys(("total", "smallest", "median", "largest"), "bytes")
     about = "Measured on rank 0, every message of every step; empty ones do not count."
     return Table("messages", "Messages, by collective", about, columns, rows)
 
 
-def region_table(run: Run) -> Table:
-    """Return how evenly the result was spread over the owners of its regions."""
+def _regions(run: Run) -> Table:
     owned = [whole_total(run.column(f"nnz_by_owner.{owner}")) for owner in range(len(run.names("nnz_by_owner")))]
     whole, average = sum(count or 0 for count in owned), mean(owned)
-    rows = [[f"rank {owner}", count, quotient(count, whole), quotient(count, average)]
-            for owner, count in enumerate(owned)]  # fmt: skip
-    columns = [*_columns(owner="text", delivered="count", share="share"), Column("delivered / mean", "times")]
+    rows = [[f"rank {i}", count, quotient(count, whole), quotient(count, average)] for i, count in enumerate(owned)]
+    columns = {"owner": "text", "delivered": "count", "share": "share", "delivered / mean": "times"}
     about = "Elements of the result in the region that each rank owns, over all sparse steps: 1 is an even load."
     return Table("regions", "Load of the regions' owners", about, columns, rows)
 
 
-def epoch_table(run: Run) -> Table:
-    """Return the figures of each epoch."""
+def _epochs(run: Run) -> Table:
     names = ("epoch", "step", "seconds", "sent_bytes", "lr", "train_loss", "val_loss", "wer", "cer")
-    columns = [Column("seconds", "seconds") if name == "seconds" else _figure(name) for name in names]
     rows = [[epoch[name] for name in names] for epoch in run.epochs]
-    about = (
-        "Epochs count from 0. Seconds and bytes are rank 0's since the start; seconds are those of training, without "
-        "validation."
-    )
-    return Table("epochs", "Epochs", about, columns, rows, "A training run")
+    about = "Epochs count from 0. Bytes and seconds are rank 0's since the start, without validation."
+    return Table("epochs", "Epochs", about, _figures(*names), rows, "A training run")
 
 
-def event_table(run: Run) -> Table:
-    """Return the events, in order."""
+def _events(run: Run) -> Table:
     rows = [[event["step"], event["event"], event["message"]] for event in run.events]
-    rows += [[step, "density", f"k changed from {old:,.0f} to {new:,.0f}"] for step, old, new in run.density_changes]
+    sparse = run.is_sparse & ~np.isnan(run.column("wanted"))
+    steps, wanted = run.steps[sparse], run.column("wanted")[sparse]
+    for i in np.flatnonzero(np.diff(wanted)) + 1:
+        rows.append([int(steps[i]), "density", f"k changed from {wanted[i - 1]:,.0f} to {wanted[i]:,.0f}"])
     rows.sort(key=lambda row: -1 if row[0] is None else row[0])
-    columns = _columns(step="count", event="text", message="text")
+    columns = {"step": "count", "event": "text", "message": "text"}
     return Table("events", "Events", "What the run had to say.", columns, rows, "A training run")
 
 
 def step_table(run: Run) -> Table:
-    """Return every step with what is known of it; too long for a page or a terminal, so for CSV."""
-    phase = ["sparse" if sparse else "dense" for sparse in run.is_sparse]
-    figures: dict[str, Sequence[Any]] = {"step": _known(run.steps), "phase": phase}
-    figures |= {name: _known(run.column(name)) for name in run.scalars() if name != "step"}
+    """Return every step with its known figures; too long for a page or a terminal, so for CSV."""
+    phases = np.where(run.is_sparse, "sparse", "dense").tolist()
+    figures: dict[str, list[Any]] = {"step": _known(run.steps), "phase": phases}
+    for name, figure in catalogue(TrainStep).items():
+        values = run.column(name)
+        if figure.unit not in ("text", "object") and np.isfinite(values).any():
+            figures.setdefault(name, _known(values))
     for group in ("split", "seconds", "sent_by_phase", "nnz_by_owner"):
         figures |= {f"{group}.{name}": _known(run.column(f"{group}.{name}")) for name in run.names(group)}
     figures["dense_bytes"], figures["bound_bytes"] = _known(run.dense_bytes), _known(run.bound_bytes)
-    columns = [Column(name, "text" if name == "phase" else "number") for name in figures]
+    columns = dict.fromkeys(figures, "number") | {"phase": "text"}
     return Table("steps", "Steps", "As rank 0 recorded them.", columns, list(zip(*figures.values(), strict=True)))
+
+
+def _known(values: Floats) -> list[float | int | None]:
+    """Return the numbers as they were recorded: whole ones whole, unknown ones None."""
+    return [None if value != value else int(value) if float(value).is_integer() else value for value in values.tolist()]
 
 
 def cards_of(run: Run) -> list[Card]:
     """Return the headlines of a run."""
     summary = summary_of(run)
-    per_step = summary["seconds_per_step"]
+    per_step, epochs = summary["seconds_per_step"], (summary["best_epoch"] or 0) + 1
     none_sparse = "" if summary["sparse_steps"] else "no step was sparse"
     best, dense = summary["best_wer"], format_value(summary["dense_bytes"] or None, "bytes")
+    best_note = "" if best is None else f"best {best:.4g}, after {epochs} epoch{'s' * (epochs > 1)}"
     skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
     return [
         Card("train loss", summary["train_loss"], "number", "mean of the last epoch"),
         Card("validation loss", summary["val_loss"], "number", "mean over utterances"),
-        Card("WER", summary["wer"], "number", "" if best is None else f"best {best:.4g}, {_after(summary)}"),
+        Card("WER", summary["wer"], "number", best_note),
         Card("steps", summary["steps"], "count",
              f"{summary['dense_steps']:,} dense, {summary['sparse_steps']:,} sparse{skipped}"),
         Card("sent, of dense", summary["sent_of_dense"], "share",
@@ -242,40 +237,51 @@ def cards_of(run: Run) -> list[Card]:
     ]  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    """Return a setting as JSON can hold it."""
-    if isinstance(value, float):
-        return finite(value)
-    return value if value is None or isinstance(value, (int, str)) else str(value)
+def comparison_table(runs: Sequence[Run]) -> Table:
+    """Return a row for each run; ratios are against the first."""
+    goal = common_goal(runs)
+    first, *_ = figures = [_compared(run, goal) for run in runs]
+    named = "goal" if goal is None else f"WER {goal:.4g}"
+    columns = {heading.replace("goal", named): unit for heading, unit, *_ in COLUMNS}
+    cells = [
+        [quotient(first[name], each[name]) if unit == "times" else each[name] for _, unit, name, _ in COLUMNS]
+        for each in figures
+    ]
+    about = f"Ratios are against the first run, {runs[0].name}. Bytes and seconds are rank 0's."
+    if goal is not None:
+        about += f" The goal is the lowest WER that every run reached: {goal:.4g}."
+    return Table("comparison", "The runs side by side", about, columns, cells, "A training run", _best(cells))
 
 
-def _after(summary: dict[str, Any]) -> str:
-    epochs = (summary["best_epoch"] or 0) + 1
-    return f"after {epochs} epoch{'s' * (epochs > 1)}"
+def common_goal(runs: Sequence[Run]) -> float | None:
+    """Return the lowest WER that every run reached; None if one of them was never validated."""
+    best = [summary_of(run)["best_wer"] for run in runs]
+    return None if any(wer is None for wer in best) else max(best)
 
 
-def _figure(name: str) -> Column:
-    """Return the column of a figure of the catalogue."""
-    figure = (catalogue(TrainStep) | catalogue(EpochRecord))[name]
-    return Column(figure.heading or name, figure.unit)
+def _compared(run: Run, goal: float | None) -> dict[str, Any]:
+    config = run.header.get("config", {})
+    name, density = config.get("compressor"), config.get("density")
+    at = f" {density:g}" if isinstance(density, float) and name != "dense" else ""
+    reached = next((e for e in run.epochs if goal is not None and e["wer"] is not None and e["wer"] <= goal), {})
+    seconds = total(run.step_seconds)
+    return summary_of(run) | {
+        "run": run.name,
+        "exchange": None if name is None else f"{name}{at}",
+        "workers": run.workers,
+        "step_seconds": quotient(seconds, run.num_steps),
+        "seconds": seconds,
+        "goal_seconds": reached.get("seconds"),
+        "goal_bytes": reached.get("sent_bytes"),
+    }
 
 
-def _figures(*names: str) -> list[Column]:
-    return [_figure(name) for name in names]
-
-
-def _columns(**kinds: str) -> list[Column]:
-    return [Column(name, kind) for name, kind in kinds.items()]
-
-
-def _per_step(kind: str) -> list[Column]:
-    return [Column("a dense step", kind), Column("a sparse step", kind)]
-
-
-def _means(run: Run, values: Floats) -> list[float | None]:
-    return [mean(values[made].tolist()) for made in phases_of(run).values()]
-
-
-def _known(values: Floats | NDArray[np.bool_]) -> list[float | int | None]:
-    """Return the numbers as they were recorded: whole ones whole, unknown ones None."""
-    return [None if value != value else int(value) if float(value).is_integer() else value for value in values.tolist()]
+def _best(cells: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Return the places (row, column) of the best figures, where the runs differ at all."""
+    found = []
+    for column, (*_, better) in enumerate(COLUMNS):
+        known = [row[column] for row in cells if row[column] is not None]
+        if better is not None and len(set(known)) > 1:
+            best = better(known)
+            found += [(i, column) for i, row in enumerate(cells) if row[column] == best]
+    return found

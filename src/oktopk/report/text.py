@@ -1,7 +1,5 @@
 """The report on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import rich.table
@@ -10,9 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 
-from oktopk.report.report import Report
+from oktopk.report.report import Note, Report
 from oktopk.report.tables import Card, Table
-from oktopk.report.warnings import Note
 from oktopk.telemetry.format import format_value
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
@@ -31,7 +28,9 @@ def print_report(report: Report, out: Console) -> None:
         out.rule(f"[bold]{escape(each.run.name)}[/]")
         for note in each.notes:
             out.print(as_line(note))
-        out.print(headlines(each.cards))
+        out.print(_headlines(each.cards))
+        if each.verdict:
+            out.print(f"[bold]verdict[/] {escape(each.verdict)}")
         for table in each.tables:
             out.print(as_table(table, out.width))
 
@@ -41,8 +40,7 @@ def as_line(note: Note) -> str:
     return f"[{STYLES[note.level]}]{note.level}[/] {escape(note.text)}"
 
 
-def headlines(cards: Sequence[Card]) -> rich.table.Table:
-    """Return the headlines as a table."""
+def _headlines(cards: Sequence[Card]) -> rich.table.Table:
     table = rich.table.Table(title="headlines", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -54,44 +52,33 @@ def headlines(cards: Sequence[Card]) -> rich.table.Table:
 
 def as_table(table: Table, width: int) -> rich.table.Table:
     """Return a table for a terminal of this width: turned, if it is too wide, and of a long one the last rows."""
-    upright, turned = _upright(table), _turned(table)
-    fits = _width(upright) <= width or len(table.rows) > MOST_TURNED
-    return upright if fits or _width(turned) > _width(upright) else turned
+    first, names = max(0, len(table.rows) - LONGEST), [escape(name) for name in table.columns]
+    cells = [_cells(table, row) for row in range(first, len(table.rows))]
+    upright = _grid(table, [names, *cells], [unit == "text" for unit in table.columns.values()])
+    if first:
+        upright.caption = f"the last {LONGEST} of {len(table.rows):,}; --csv has all"
+    if _width(upright) <= width or len(cells) > MOST_TURNED:
+        return upright
+    turned = _grid(table, list(zip(names, *cells, strict=True)), [True] + [False] * len(cells))
+    return upright if _width(turned) > _width(upright) else turned
+
+
+def _cells(table: Table, row: int) -> list[str]:
+    texts = map(escape, map(format_value, table.rows[row], table.columns.values()))
+    return [f"[bold green]{text} *[/]" if (row, i) in table.best else text for i, text in enumerate(texts)]
+
+
+def _grid(table: Table, lines: Sequence[Sequence[str]], is_left: Sequence[bool]) -> rich.table.Table:
+    """Return a table of these lines, the first of them its headings."""
+    title = f"[bold]{table.title}.[/] [dim]{escape(table.about)}[/]"
+    made = rich.table.Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+    for heading, left in zip(lines[0], is_left, strict=True):
+        made.add_column(heading, justify="left" if left else "right")
+    for line in lines[1:]:
+        made.add_row(*line)
+    return made
 
 
 def _width(table: rich.table.Table) -> int:
     wide = Console(width=10_000)
     return Measurement.get(wide, wide.options, table).maximum
-
-
-def _upright(table: Table) -> rich.table.Table:
-    made = _titled(table)
-    for column in table.columns:
-        made.add_column(escape(column.name), justify="left" if column.kind == "text" else "right")
-    first = max(0, len(table.rows) - LONGEST)
-    if first:
-        made.caption = f"the last {LONGEST} of {len(table.rows):,}; --csv has all"
-    for i, row in enumerate(table.rows[first:], first):
-        made.add_row(*(_cell(table, i, j, value) for j, value in enumerate(row)))
-    return made
-
-
-def _turned(table: Table) -> rich.table.Table:
-    """Return the table with a row for each of its columns."""
-    made = _titled(table)
-    made.add_column(escape(table.columns[0].name))
-    for row in table.rows:
-        made.add_column(escape(format_value(row[0], table.columns[0].kind)), justify="right")
-    for j, column in enumerate(table.columns[1:], 1):
-        made.add_row(escape(column.name), *(_cell(table, i, j, row[j]) for i, row in enumerate(table.rows)))
-    return made
-
-
-def _titled(table: Table) -> rich.table.Table:
-    title = f"[bold]{table.title}.[/] [dim]{escape(table.about)}[/]"
-    return rich.table.Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
-
-
-def _cell(table: Table, row: int, column: int, value: object) -> str:
-    text = escape(format_value(value, table.columns[column].kind))
-    return f"[bold green]{text} *[/]" if (row, column) in table.best else text

@@ -7,10 +7,7 @@
 `Reducer` drives these with one tensor, `oktopk.ddp` with the buckets of a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,38 +15,12 @@ from oktopk.algorithms import Algorithm
 from oktopk.comm import MeteredComm
 from oktopk.cuda import step as cuda_step
 from oktopk.errors import NonFiniteError
-from oktopk.steps.context import StepContext
-from oktopk.steps.device import DeviceSteps
-from oktopk.steps.group import ParamGroup, ParamSlot, make_groups
+from oktopk.steps.device import READBACK_DELAY, DeviceSteps
+from oktopk.steps.group import ParamGroup, ParamSlot, StepContext, make_groups
 from oktopk.steps.host import HostSteps
 from oktopk.steps.made import MadeStep, StepLog
-from oktopk.steps.readback import READBACK_DELAY
 
-__all__ = [
-    "READBACK_DELAY",
-    "MadeStep",
-    "ParamGroup",
-    "ParamSlot",
-    "StepContext",
-    "StepLog",
-    "Steps",
-    "make_groups",
-]
-
-
-class GroupSteps(Protocol):
-    """Makes the steps of groups; `delay`: steps after which the host reads the stats of one."""
-
-    delay: int
-
-    def start(self, group: ParamGroup, grads: Sequence[Tensor], outs: Sequence[Tensor], context: StepContext) -> None:
-        """Start to write the mean over ranks of what this step delivers into `outs`, which may be `grads`."""
-
-    def finish(self, context: StepContext, error: NonFiniteError | None = None) -> MadeStep:
-        """End what was started; commit all groups unless there is an error, an earlier step's or this one's."""
-
-    def abandon(self) -> None:
-        """Forget the step that is being made."""
+__all__ = ["READBACK_DELAY", "MadeStep", "ParamGroup", "ParamSlot", "StepContext", "StepLog", "Steps", "make_groups"]
 
 
 class Steps:
@@ -58,7 +29,7 @@ class Steps:
     def __init__(self, groups: Sequence[ParamGroup], comm: MeteredComm) -> None:
         self._groups = groups
         self._host, self._device = HostSteps(comm), DeviceSteps(comm)
-        self._current: GroupSteps = self._host
+        self._current: HostSteps | DeviceSteps = self._host
         self.context = StepContext(0, None)
 
     @property
@@ -70,9 +41,8 @@ class Steps:
         """Whether a step of this algorithm stays on the device."""
         if may_be_unused or not self._groups:
             return False
-        return all(
-            cuda_step.supports_device_step(algorithm, group.numel, group.dtype, group.device) for group in self._groups
-        )
+        supports = cuda_step.supports_device_step
+        return all(supports(algorithm, group.numel, group.dtype, group.device) for group in self._groups)
 
     def begin(self, context: StepContext) -> None:
         """Begin a step, and forget one that was not finished."""

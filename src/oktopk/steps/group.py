@@ -1,11 +1,11 @@
 """`ParamGroup`: tensors that are reduced together as one vector, with their residual and algorithm state.
 
+`StepContext` has the settings of one step.
+
 DDP rebuilds its buckets after the first step, so buckets cannot hold state. A group is a fixed set of parameters in the
 order of backward. Whichever bucket brings a gradient, it goes to its parameter's slot. A `Reducer` has one group with
 one slot.
 """
-
-from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,42 @@ from oktopk.algorithms import Algorithm
 from oktopk.comm import Comm
 from oktopk.feedback import Residual
 from oktopk.state import from_plain, kind_of, to_plain
-from oktopk.steps.context import StepContext
-from oktopk.steps.waits import WaitSample
 
 FIRST_GROUP_BYTES = 1 << 20
 """Bytes of the first group: small, like DDP's first bucket, so that the exchange starts early."""
+
+SAMPLE = 256
+"""Elements of a sample, because two gathers of 256 elements take microseconds."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The settings of one step, the same for all groups.
+
+    algorithm       None: a dense step
+    grad_scale      factor on this rank's gradient: clipping, and the inverse of the loss scale; a tensor on the device
+                    path, where the host must not wait for it
+    loss_scale      factor on the means; residuals are kept without it
+    may_be_unused   parameters may have no gradient on any rank, so that the ranks have to agree on which
+    filling         the number that fills every mean if any rank's gradient is not finite; None: they are left alone
+    """
+
+    step: int
+    algorithm: Algorithm | None
+    grad_scale: float | Tensor = 1.0
+    loss_scale: float | Tensor = 1.0
+    may_be_unused: bool = False
+    filling: float | None = 0.0
+
+    @property
+    def phase(self) -> str:
+        """The phase that the record names."""
+        return "dense" if self.algorithm is None else "sparse"
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a transform changes the gradients or the means."""
+        return any(isinstance(scale, Tensor) or scale != 1 for scale in (self.grad_scale, self.loss_scale))
 
 
 @dataclass(frozen=True)
@@ -140,6 +171,30 @@ class ParamGroup:
         self.residual.commit_()
         rounds = self.dtype != self.residual.held.dtype  # then a dense step has a rounding error to keep
         self._has_residual = context.algorithm is not None or has_unused or rounds
+
+
+class WaitSample:
+    """A fixed sample of a vector's elements, evenly spread, with the steps that each has waited.
+
+    An element waits in a step that neither sends it nor leaves it zero.
+    """
+
+    def __init__(self, numel: int) -> None:
+        size = min(numel, SAMPLE)
+        self._index = torch.arange(size) * numel // max(size, 1)
+        self.steps = torch.zeros(size, dtype=torch.int64)
+
+    def look(self, acc: Tensor) -> Tensor | None:
+        """Return the sampled elements before they are sent; None on a GPU, for which the host must not wait."""
+        return acc[self._index] if acc.device.type == "cpu" and len(self._index) else None
+
+    def update_(self, before: Tensor | None, acc: Tensor) -> int | None:
+        """Count a step that left `acc` of the elements `before`; return the longest wait."""
+        if before is None:
+            return None
+        after = acc[self._index]
+        self.steps = torch.where((after == before) & (after != 0), self.steps + 1, 0)
+        return int(self.steps.max())
 
 
 def make_groups(

@@ -1,16 +1,13 @@
 """`HostSteps`: steps of any algorithm on any device, whose counts and thresholds the host reads as it goes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from oktopk.algorithms import Algorithm
 from oktopk.algorithms.base import InputStatus, Reduced, StepInput, StepStats, check_finite
 from oktopk.codec.values import round_to
 from oktopk.comm import MeteredComm, Traffic
@@ -18,8 +15,7 @@ from oktopk.errors import NonFiniteError
 from oktopk.kernels import kernels_for
 from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
 from oktopk.sparse import Sparse
-from oktopk.steps.context import StepContext
-from oktopk.steps.group import ParamGroup
+from oktopk.steps.group import ParamGroup, StepContext
 from oktopk.steps.made import NOTHING, MadeStep, Part
 
 
@@ -31,13 +27,10 @@ class _Started:
     outs: Sequence[Tensor]
     end: Callable[[], StepStats]
     commits: bool
-    unused: list[str] = field(default_factory=list)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Traffic
+    waits: Tensor  # the group's before the step, which an update replaces
+    has_unused: bool = False
     stats: StepStats | None = None
-    waits: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.waits = self.group.waits.steps  # which an update replaces
 
 
 class HostSteps:
@@ -55,13 +48,14 @@ class HostSteps:
 
         A plain all_reduce is under way when this returns. Any other reduction is done but for its commit.
         """
+        waits = group.waits.steps
         if group.is_plain_allreduce(context):
             end = _start_plain_allreduce(group, grads, outs, self._comm)
-            self._started.append(_Started(group, outs, end, commits=False, traffic=self._comm.pop()))
+            self._started.append(_Started(group, outs, end, False, self._comm.pop(), waits))
             return
         reduction = _Reduction(group, dict(zip(group.names, grads, strict=True)), context, self._comm)
         end = partial(reduction.run, dict(zip(group.names, outs, strict=True)))
-        self._started.append(_Started(group, outs, end, commits=True, unused=reduction.unused))
+        self._started.append(_Started(group, outs, end, True, Traffic(), waits, bool(reduction.unused)))
         self._end(self._started[-1])
 
     def finish(self, context: StepContext, error: NonFiniteError | None = None) -> MadeStep:
@@ -77,7 +71,7 @@ class HostSteps:
                     for out in started.outs:
                         out.fill_(context.filling)
             elif started.commits:
-                started.group.commit_(context, has_unused=bool(started.unused))
+                started.group.commit_(context, started.has_unused)
         parts = [Part(started.group, started.traffic) for started in self._started]
         stats = [started.stats for started in self._started]
         self.abandon()
@@ -91,16 +85,12 @@ class HostSteps:
         try:
             started.stats = started.end()
         except NonFiniteError as error:
-            self._error = self._error or _named(error, started.group)
+            name = "" if error.index is None else started.group.name_at(error.index)
+            if name:  # which says more than an index in the group
+                says = f"rank {error.rank}: the gradient of {name!r} is not finite"
+                error = NonFiniteError(says, error.rank, error.index)
+            self._error = self._error or error
         started.traffic.add_(self._comm.pop())
-
-
-def _named(error: NonFiniteError, group: ParamGroup) -> NonFiniteError:
-    """Return the error with the name of the parameter in place of an index in the group, if it has one."""
-    name = "" if error.index is None else group.name_at(error.index)
-    if not name:
-        return error
-    return NonFiniteError(f"rank {error.rank}: the gradient of {name!r} is not finite", error.rank, error.index)
 
 
 class _Reduction:
@@ -117,7 +107,10 @@ class _Reduction:
         group, split = self._group, self._split
         inputs, first_bad = self._accumulate()
         before = group.waits.look(group.residual.acc)
-        reduced = None if self._algorithm is None else self._reduce_sparse(self._algorithm, inputs)
+        reduced = None
+        if self._algorithm is not None:
+            acc = group.residual.acc[:split]
+            reduced = check_finite(self._algorithm.reduce_step(acc, group.state, self._comm, inputs))
         self._reduce_dense_(first_bad)
         with self._comm.phase("apply"):
             self._deliver_(outs, reduced)
@@ -146,11 +139,10 @@ class _Reduction:
         candidates = None if algorithm is None or self.unused else algorithm.prefilter(group.state)
         with self._comm.phase("accumulate"):
             assert not isinstance(context.grad_scale, Tensor)
-            bad = []
-            for name, span in group.spans.items():
+            first_bad = -1
+            for name, span in group.spans.items():  # in the order of the indices
                 residual.accumulate_(self._grads[name], span, context.grad_scale, prefilter=candidates)
-                bad.append(residual.nonfinite_at)
-            first_bad = min((index for index in bad if index >= 0), default=-1)
+                first_bad = residual.nonfinite_at if first_bad < 0 else first_bad
             measured = None
             if algorithm is not None and first_bad < 0:
                 measured = algorithm.measure(group.state, residual.acc[:split], residual.held[:split])
@@ -165,10 +157,6 @@ class _Reduction:
             return InputStatus.of(InputStatus.WRONG_NUMEL, numel)
         same = all(g.dtype == self._group.dtype and g.device == self._group.device for g in self._grads.values())
         return InputStatus.FINE if same else InputStatus.of(InputStatus.WRONG_DTYPE)
-
-    def _reduce_sparse(self, algorithm: Algorithm, inputs: StepInput) -> Reduced:
-        acc = self._group.residual.acc[: self._split]
-        return check_finite(algorithm.reduce_step(acc, self._group.state, self._comm, inputs))
 
     def _reduce_dense_(self, first_bad: int) -> None:
         """Sum the parameters that travel dense. All ranks see alike whether that sum is finite."""
@@ -236,7 +224,7 @@ def _first_nonfinite(group: ParamGroup, grads: Sequence[Tensor]) -> int:
 
 def _refuse(group: ParamGroup, first_bad: int, comm: MeteredComm) -> None:
     """Raise, on all ranks alike, the error of the rank whose gradient made a sum not finite."""
-    InputStatus.raise_if_any(InputStatus.gather(InputStatus.on(first_bad), group.device, comm), group.numel)
+    InputStatus.agree(InputStatus.on(first_bad), group.device, comm, group.numel)
     raise NonFiniteError("the sum over ranks is not finite, though every rank's gradient is")
 
 

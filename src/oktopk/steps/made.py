@@ -4,8 +4,6 @@ On the device path nothing waits for a step: its stats, a NaN among them, arrive
 error that arrives late is raised in the same step on all ranks, so that all stop together.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,9 +13,9 @@ from typing import NamedTuple
 from oktopk.algorithms.base import StepStats
 from oktopk.comm import Traffic
 from oktopk.errors import NonFiniteError
-from oktopk.steps.context import StepContext
-from oktopk.steps.group import ParamGroup
-from oktopk.telemetry import StepRecord, record_of
+from oktopk.steps.group import ParamGroup, StepContext
+from oktopk.telemetry.record import record_of
+from oktopk.telemetry.schema import StepRecord
 
 NOTHING = StepStats(selected=0, pairs=0)
 """Stats of a group without sparse elements, or of a refused step."""
@@ -39,27 +37,18 @@ class MadeStep:
     read: Callable[[], Sequence[StepStats | None]]
     error: NonFiniteError | None = None
     wait_seconds: float | None = None
+    step_seconds: float | None = None
 
     def records(self, stats: Sequence[StepStats | None], size: int, phase: str) -> list[StepRecord]:
-        """Return a record for each part, given the stats that were read."""
-        return [_record(self.context, part, each, size, phase) for part, each in zip(self.parts, stats, strict=True)]
-
-
-def _record(context: StepContext, part: Part, stats: StepStats | None, size: int, phase: str) -> StepRecord:
-    """Return the record of one group; a refused step delivered nothing, dense or sparse."""
-    group = part.group
-    split = group.numel if stats is None else group.num_sparse if context.algorithm is not None else 0
-    record = record_of(
-        stats or NOTHING,
-        part.traffic,
-        step=context.step,
-        phase=phase,
-        numel=group.numel,
-        dense_tail=group.numel - split,
-        density=1.0 if context.algorithm is None else context.algorithm.density,
-        size=size,
-    )
-    return replace(record, skipped=stats is None)
+        """Return a record for each part, given the stats that were read; a refused step delivered nothing."""
+        algorithm, step, records = self.context.algorithm, self.context.step, []
+        density = 1.0 if algorithm is None else algorithm.density
+        for (group, traffic), each in zip(self.parts, stats, strict=True):
+            sparse = 0 if algorithm is None else group.num_sparse
+            lengths = {"numel": group.numel, "dense_tail": 0 if each is None else group.numel - sparse}
+            record = record_of(each or NOTHING, traffic, step=step, phase=phase, density=density, size=size, **lengths)
+            records.append(replace(record, skipped=each is None))
+        return records
 
 
 class StepLog:

@@ -1,12 +1,8 @@
 """Figures as people read them: with their unit, and "n/a" where there is none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
-
-UNKNOWN = "n/a"
 
 
 def format_bytes(count: float) -> str:
@@ -54,4 +50,4 @@ def format_value(value: Any, unit: str = "number") -> str:
     ('5.17 %', 'n/a')
     """
     known = value is not None and (not isinstance(value, float) or math.isfinite(value))
-    return WRITTEN[unit](value) if known else UNKNOWN
+    return WRITTEN[unit](value) if known else "n/a"

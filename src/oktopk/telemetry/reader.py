@@ -1,27 +1,21 @@
 """Reading `metrics.jsonl`, also while it is being written, or when it is cut off, empty or of another version."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oktopk.errors import OktopkError
+from oktopk.errors import SettingError
 
 Record = dict[str, Any]
 METRICS = "metrics.jsonl"
 
 
-class NoRunError(OktopkError, ValueError):
-    """The path that was named as a run is none."""
-
-
-def metrics_of(run: Path) -> Path:
-    """Return the file with the records of a run, which is named by its folder or by the file itself."""
-    path = run / METRICS if run.is_dir() else run
-    if not path.is_file():
-        raise NoRunError(f"wanted a run's folder or its {METRICS}, and {path} is not there: runs are in runs/NAME")
+def metrics_of(run: Path, *, is_awaited: bool = False) -> Path:
+    """Return the file with a run's records, given its folder or the file itself; an awaited file may not exist yet."""
+    path = run / METRICS if run.is_dir() or not (run.suffix or run.is_file()) else run
+    if not path.is_file() and not (is_awaited and path.parent.is_dir()):
+        raise SettingError(f"wanted a run's folder or its {METRICS}, and {path} is not there: runs are in runs/NAME")
     return path
 
 
@@ -31,20 +25,17 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 class MetricsReader:
-    """Reads a file's records, and those that were added since.
-
-    num_lines    lines that were read
-    bad_lines    numbers of lines that are no records
-    is_cut       whether the file ends amid a line: the rest may still come
-    """
+    """Reads a file's records, and those that were added since."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = path.resolve().parent.name if path.name == METRICS else path.stem  # of the run
         self._forget()
 
     def _forget(self) -> None:
-        self.num_lines, self.bad_lines, self.is_cut = 0, list[int](), False
-        self._offset, self._inode = 0, -1
+        self.bad_lines: list[int] = []  # numbers of lines that are no records
+        self.is_cut = False  # whether the file ends amid a line: the rest may still come
+        self._num_lines, self._offset, self._inode = 0, 0, -1
 
     def has_begun_again(self) -> bool:
         """Whether the file is another than the one that was read, as after a resume; then all is read again."""
@@ -65,11 +56,11 @@ class MetricsReader:
                     self.is_cut = True
                     return
                 self._offset += len(line)
-                self.num_lines += line.endswith(b"\n")
+                self._num_lines += line.endswith(b"\n")
                 if record is not None:
                     yield record
                 elif line.strip():
-                    self.bad_lines.append(self.num_lines)
+                    self.bad_lines.append(self._num_lines)
 
 
 def _parse(line: bytes) -> Record | None:

@@ -1,7 +1,5 @@
 """Making a `StepRecord`: of one reduction, or of all reductions of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +8,6 @@ from oktopk.codec import WORD_BYTES
 from oktopk.comm import Traffic
 from oktopk.selection import num_selected
 from oktopk.telemetry.schema import StepRecord, catalogue
-
-PAIR_BYTES = 2 * WORD_BYTES
 
 
 def sparsity_of(nnz: int, numel: int) -> float:
@@ -41,28 +37,16 @@ def record_of(
     pairs = outcome.pairs or 0
     nnz = numel if outcome.pairs is None else dense_tail + pairs
     return StepRecord(
-        step=step,
-        phase=phase,
-        numel=numel,
-        wanted=dense_tail + num_selected(numel - dense_tail, density),
-        selected=dense_tail + outcome.selected,
-        nnz=nnz,
-        sparsity=sparsity_of(nnz, numel),
-        compression_ratio=ratio_of(nnz, numel),
-        nominal_bytes=pairs * PAIR_BYTES + (nnz - pairs) * WORD_BYTES,
-        sent_bytes=traffic.sent_bytes,
-        received_bytes=traffic.received_bytes,
-        messages=traffic.messages,
-        seconds=dict(traffic.phase_seconds),
-        sent_by_phase=traffic.sent_by_phase,
-        collectives=traffic.by_collective,
-        world_size=size,
-        dense_tail_numel=numel if phase == "dense" else dense_tail,
-        nnz_by_owner=outcome.owners,
-        threshold=outcome.threshold,
-        global_threshold=outcome.global_threshold,
+        step=step, phase=phase, world_size=size,
+        numel=numel, dense_tail_numel=numel if phase == "dense" else dense_tail,
+        wanted=dense_tail + num_selected(numel - dense_tail, density), selected=dense_tail + outcome.selected,
+        nnz=nnz, nnz_by_owner=outcome.owners, sparsity=sparsity_of(nnz, numel), compression_ratio=ratio_of(nnz, numel),
+        nominal_bytes=pairs * 2 * WORD_BYTES + (nnz - pairs) * WORD_BYTES,
+        sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes, messages=traffic.messages,
+        seconds=dict(traffic.phase_seconds), sent_by_phase=traffic.sent_by_phase, collectives=traffic.by_collective,
+        threshold=outcome.threshold, global_threshold=outcome.global_threshold,
         oldest_wait_steps=outcome.oldest_wait_steps,
-    )
+    )  # fmt: skip
 
 
 def total_of(parts: Sequence[StepRecord], *, step: int, phase: str) -> StepRecord:
@@ -73,11 +57,7 @@ def total_of(parts: Sequence[StepRecord], *, step: int, phase: str) -> StepRecor
         if figure.merge is not None
     }
     numel, nnz = merged["numel"], merged["nnz"]
+    sparsity, ratio = sparsity_of(nnz, numel), ratio_of(nnz, numel)
     return StepRecord(
-        step=step,
-        phase=phase,
-        sparsity=sparsity_of(nnz, numel),
-        compression_ratio=ratio_of(nnz, numel),
-        buckets=tuple(parts),
-        **merged,
+        step=step, phase=phase, sparsity=sparsity, compression_ratio=ratio, buckets=tuple(parts), **merged
     )

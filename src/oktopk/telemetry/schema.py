@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from itertools import zip_longest
@@ -27,44 +27,21 @@ SPLIT = {"data": "data", "compute": "forward and backward", "wait": "wait for th
 
 @dataclass(frozen=True)
 class Figure:
-    """An entry of the catalogue.
+    """An entry of the catalogue."""
 
-    unit          a key of `format.WRITTEN`, or "object" for a figure that is not one number
-    definition    a sentence for docs/accounting.md
-    tag           name in TensorBoard; empty: it is not written there
-    heading       of a table's column; empty: the name of the field
-    per_rank      whether the trainer gathers the figure from every rank
-    parts         names in the mapping, if the figure is one
-    merge         function that makes a step's figure from those of its groups; None: a step has its own
-    """
-
-    unit: str
-    definition: str
-    tag: str = ""
-    heading: str = ""
-    per_rank: bool = False
-    parts: tuple[str, ...] = ()
-    merge: Callable[[Sequence[Any]], Any] | None = None
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether the figure is one number."""
-        return self.unit not in ("text", "object") and not self.parts
+    unit: str  # a key of `format.WRITTEN`, or "object" for a figure that is not one number
+    definition: str  # a sentence for docs/accounting.md
+    tag: str = ""  # name in TensorBoard; empty: it is not written there
+    heading: str = ""  # of a table's column; empty: the name of the field
+    per_rank: bool = False  # whether the trainer gathers the figure from every rank
+    parts: tuple[str, ...] = ()  # names in the mapping, if the figure is one
+    merge: Callable[[Sequence[Any]], Any] | None = None  # a step's figure of its groups' ones; None: it has its own
 
 
-def figure(
-    unit: str,
-    definition: str,
-    tag: str = "",
-    heading: str = "",
-    *,
-    default: Any = MISSING,
-    default_factory: Any = MISSING,
-    **more: Any,
-) -> Any:
-    """Return the field of a record that is a figure."""
-    entry = Figure(unit, definition, tag, heading, **more)
-    return field(default=default, default_factory=default_factory, metadata={"figure": entry})
+def figure(unit: str, definition: str, tag: str = "", heading: str = "", *, default: Any = MISSING, **more: Any) -> Any:
+    """Return the field of a record that is a figure; `default=dict` makes an empty mapping."""
+    kind = "default_factory" if default is dict else "default"
+    return field(**{kind: default}, metadata={"figure": Figure(unit, definition, tag, heading, **more)})
 
 
 def add(values: Sequence[Any]) -> Any:
@@ -73,10 +50,10 @@ def add(values: Sequence[Any]) -> Any:
     return sum(known) if known or not values else None
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None, never NaN, if there are none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else None
 
 
 def largest(values: Sequence[Any]) -> Any:
@@ -84,12 +61,12 @@ def largest(values: Sequence[Any]) -> Any:
     return max((value for value in values if value is not None), default=None)
 
 
-def add_by_name(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def add_by_name(values: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the sums by name."""
-    total: dict[str, Any] = {}
-    for name, value in (item for each in values for item in each.items()):
-        total[name] = total.get(name, 0) + value
-    return total
+    total = Counter[Any]()
+    for each in values:
+        total.update(each)
+    return dict(total)
 
 
 def add_by_place(values: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -102,14 +79,13 @@ def add_collectives(values: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[s
     total: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for each in values for name in each):
         made = [each[name] for each in values if name in each]
-        sizes: Counter[int] = Counter()
-        for each in made:
-            sizes.update(dict(each["sizes"]))
+        sizes = add_by_name(dict(each["sizes"]) for each in made)
         counts = {count: sum(each[count] for each in made) for count in ("calls", "sent_bytes", "received_bytes")}
         total[name] = {**counts, "sizes": [[size, count] for size, count in sorted(sizes.items())]}
     return total
 
 
+# fmt: off
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One step of one rank. A figure that could not be measured is None, never NaN.
@@ -121,66 +97,47 @@ class StepRecord:
     phase: str = figure("text", '"dense" or "sparse".')
     numel: int = figure("count", "Elements of the gradient.", merge=add)
     wanted: int = figure("count", "k: elements that a sparse step is asked for; numel in a dense step.", merge=add)
-    selected: int = figure(
-        "count", "Elements that this rank put into messages, its own region's included; numel in a dense step.",
-        per_rank=True, merge=add,
-    )  # fmt: skip
-    nnz: int = figure(
-        "count", "Elements of the result, the same on all ranks; numel in a dense step.", "compression/nnz", merge=add
-    )
+    selected: int = figure("count", "Elements that this rank sent or kept for its own region; numel in a dense step.",
+        per_rank=True, merge=add)
+    nnz: int = figure("count", "Elements of the result, the same on all ranks; numel in a dense step.",
+        "compression/nnz", merge=add)
     sparsity: float = figure("number", "1 - nnz / numel; 0.0 in a dense step.", "compression/sparsity")
-    compression_ratio: float | None = figure(
-        "times", "numel / nnz; 1.0 in a dense step, None if nothing was delivered.", "compression/ratio", "ratio"
-    )
-    nominal_bytes: int = figure(
-        "bytes", "nnz x 8 (an int32 index, a float32 value); numel x 4 in a dense step.", merge=add
-    )
-    sent_bytes: int = figure(
-        "bytes", "Bytes that this rank handed to the network for other ranks.", "bytes/sent", "sent",
-        per_rank=True, merge=add,
-    )  # fmt: skip
-    received_bytes: int = figure(
-        "bytes", "Bytes that came from other ranks.", "bytes/received", "received", per_rank=True, merge=add
-    )
-    messages: int = figure(
-        "count", "Messages that this rank sent, empty ones aside.", "bytes/messages", per_rank=True, merge=add
-    )
-    seconds: dict[str, float] = figure(
-        "seconds", "Wall time of the exchange, by phase of the algorithm.", "seconds_of_exchange",
-        per_rank=True, parts=PHASES, merge=add_by_name, default_factory=dict,
-    )  # fmt: skip
-    sent_by_phase: dict[str, int] = figure(
-        "bytes", "Bytes sent, by phase of the algorithm.", "bytes_by_phase",
-        per_rank=True, parts=PHASES, merge=add_by_name, default_factory=dict,
-    )  # fmt: skip
-    collectives: dict[str, dict[str, Any]] = figure(
-        "object", "Calls, bytes each way and [message size, count] pairs, by phase and collective.",
-        merge=add_collectives, default_factory=dict,
-    )  # fmt: skip
+    compression_ratio: float | None = figure("times",
+        "numel / nnz; 1.0 in a dense step, None if nothing was delivered.", "compression/ratio", "ratio")
+    nominal_bytes: int = figure("bytes", "nnz x 8 (an int32 index, a float32 value); numel x 4 in a dense step.",
+        merge=add)
+    sent_bytes: int = figure("bytes", "Bytes that this rank handed to the network for other ranks.", "bytes/sent",
+        "sent", per_rank=True, merge=add)
+    received_bytes: int = figure("bytes", "Bytes that came from other ranks.", "bytes/received", "received",
+        per_rank=True, merge=add)
+    messages: int = figure("count", "Messages that this rank sent, empty ones aside.", "bytes/messages", per_rank=True,
+        merge=add)
+    seconds: dict[str, float] = figure("seconds", "Wall time of the exchange, by phase of the algorithm.",
+        "seconds_of_exchange", per_rank=True, parts=PHASES, merge=add_by_name, default=dict)
+    sent_by_phase: dict[str, int] = figure("bytes", "Bytes sent, by phase of the algorithm.", "bytes_by_phase",
+        per_rank=True, parts=PHASES, merge=add_by_name, default=dict)
+    collectives: dict[str, dict[str, Any]] = figure("object",
+        "Calls, bytes each way and [message size, count] pairs, by phase and collective.", merge=add_collectives,
+        default=dict)
     world_size: int | None = figure("count", "P: ranks of the exchange.", merge=largest, default=None)
-    dense_tail_numel: int | None = figure(
-        "count", "Elements that travelled dense beside the sparse ones; numel in a dense step.", merge=add, default=None
-    )
-    nnz_by_owner: tuple[int, ...] = figure(
-        "object", "Elements of the result in each rank's region, as the regions are cut after the step.",
-        merge=add_by_place, default=(),
-    )  # fmt: skip
-    threshold: float | None = figure(
-        "number", "Local threshold of the step, as a score.", "threshold/local", merge=mean, default=None
-    )
-    global_threshold: float | None = figure(
-        "number", "Threshold of the result, as a score; with `OkTopk` the smallest score delivered.",
-        "threshold/global", merge=mean, default=None,
-    )  # fmt: skip
-    oldest_wait_steps: int | None = figure(
-        "count", "Longest wait of an element with mass in a sample of the residual; None on the GPU device path.",
-        "wait/oldest", "oldest wait", per_rank=True, merge=largest, default=None,
-    )  # fmt: skip
+    dense_tail_numel: int | None = figure("count",
+        "Elements that travelled dense beside the sparse ones; numel in a dense step.", merge=add, default=None)
+    nnz_by_owner: tuple[int, ...] = figure("object",
+        "Elements of the result in each rank's region, as cut after the step.", merge=add_by_place, default=())
+    threshold: float | None = figure("number", "Local threshold of the step, as a score.", "threshold/local",
+        merge=mean, default=None)
+    global_threshold: float | None = figure("number",
+        "Threshold of the result, as a score; with `OkTopk` the smallest score delivered.", "threshold/global",
+        merge=mean, default=None)
+    oldest_wait_steps: int | None = figure("count",
+        "Longest wait of an element with mass in a sample of the residual; None on the GPU device path.", "wait/oldest",
+        "oldest wait", per_rank=True, merge=largest, default=None)
     skipped: bool = figure("count", "Whether the step was refused as non-finite and delivered nothing.", default=False)
     reason: str | None = figure("text", "Rank and parameter that made the step skipped.", default=None)
-    wait_seconds: float | None = figure(
-        "seconds", "Time that backward waited for the exchange after its own work; None for a `Reducer`.", default=None
-    )
+    wait_seconds: float | None = figure("seconds",
+        "Time that backward waited for the exchange after its own work; None for a `Reducer`.", default=None)
+    step_seconds: float | None = figure("seconds",
+        "Time from the end of the last step's backward to the end of this one's; None in the first.", default=None)
     buckets: tuple[StepRecord, ...] = ()
 
     def to_json(self) -> str:
@@ -193,23 +150,18 @@ class TrainStep(StepRecord):
     """One step of a training run, as rank 0 writes it; `ranks` has the per-rank figures of every rank."""
 
     epoch: int = figure("count", "Epochs before this one.")
-    loss: float | None = figure(
-        "number", "Mean over workers of the loss of an utterance.", "loss/each_step", per_rank=True
-    )
+    loss: float | None = figure("number", "Mean over workers of the loss of an utterance.", "loss/each_step",
+        per_rank=True)
     lr: float = figure("number", "Learning rate of the optimizer.", "learning/lr")
     momentum: float = figure("number", "Momentum of the optimizer.", "learning/momentum")
-    grad_norm: float | None = figure(
-        "number", "Norm of the mean that the step delivered, before clipping.", "norm/gradient_delivered"
-    )
-    residual_norm: float | None = figure(
-        "number", "Norm of the residual after the step, measured in every tenth sparse step.", "norm/residual",
-        per_rank=True,
-    )  # fmt: skip
+    grad_norm: float | None = figure("number", "Norm of the mean that the step delivered, before clipping.",
+        "norm/gradient_delivered")
+    residual_norm: float | None = figure("number",
+        "Norm of the residual after the step, measured in every tenth sparse step.", "norm/residual", per_rank=True)
     utterances: int = figure("count", "Utterances of all workers.", per_rank=True)
     characters: int = figure("count", "Characters in the texts of the utterances.", per_rank=True)
-    split: dict[str, float] = figure(
-        "seconds", "Time of the training thread, by part.", "seconds_of_step", per_rank=True, parts=tuple(SPLIT)
-    )
+    split: dict[str, float] = figure("seconds", "Time of the training thread, by part.", "seconds_of_step",
+        per_rank=True, parts=tuple(SPLIT))
     ranks: list[dict[str, Any]]
     kind: str = "step"
 
@@ -220,18 +172,17 @@ class EpochRecord:
 
     epoch: int = figure("count", "Epochs before this one.")
     step: int = figure("count", "Steps made up to the end of the epoch.")
-    train_loss: float | None = figure(
-        "number", "Mean of the losses of the epoch's steps.", "loss/training", "train loss"
-    )
+    train_loss: float | None = figure("number", "Mean of the losses of the epoch's steps.", "loss/training",
+        "train loss")
     val_loss: float | None = figure("number", "Mean loss of a validation utterance.", "loss/validation", "val loss")
     wer: float | None = figure("number", "Word edits divided by the words of all references.", "errors/WER", "WER")
-    cer: float | None = figure(
-        "number", "Character edits divided by the characters of all references.", "errors/CER", "CER"
-    )
+    cer: float | None = figure("number", "Character edits divided by the characters of all references.", "errors/CER",
+        "CER")
     lr: float = figure("number", "Learning rate in the epoch's last step.")
     epoch_seconds: float = figure("seconds", "Wall time of the epoch's steps.")
     validated: bool = figure("count", "Whether the epoch ended with a validation.")
     kind: str = "epoch"
+# fmt: on
 
 
 AnyRecord = StepRecord | EpochRecord | Mapping[str, Any]

@@ -1,7 +1,5 @@
 """Sinks: places to which step records go, on a thread of their own that cannot hold training up."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -22,20 +20,6 @@ GRACE_S = 1.0
 
 BACKLOG = 1024
 """Calls of sinks that may wait, because they hold some 10 MB of records. Training waits for the sinks beyond that."""
-
-CHARTS = {
-    "Learning": {"loss": "loss/.*", "word and character errors": "errors/.*", "residual against gradient": "norm/.*"},
-    "Compression": {
-        "sparsity": "compression/sparsity",
-        "ratio": "compression/ratio",
-        "selected of k": "compression/selected_of_k",
-        "thresholds": "threshold/.*",
-        "steps waited": "wait/.*",
-    },
-    "Traffic": {"bytes a step": "bytes/(sent|received)", "bytes by phase": "bytes_by_phase/.*"},
-    "Time": {"seconds of a step": "seconds_of_step/.*", "seconds of the exchange": "seconds_of_exchange/.*"},
-}
-"""Patterns of tags in each chart of TensorBoard's Custom Scalars page, by section."""
 
 _log = logging.getLogger("oktopk")
 
@@ -107,12 +91,6 @@ class TensorBoardSink(Sink):
             raise ImportError("TensorBoardSink needs TensorBoard: pip install 'oktopk[train]'") from error
         self._prefix = prefix
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
-        self._writer.add_custom_scalars(
-            {
-                section: {title: ["Multiline", [f"^{prefix}{tags}$"]] for title, tags in charts.items()}
-                for section, charts in CHARTS.items()
-            }
-        )
 
     def write(self, record: AnyRecord) -> None:
         """Write the scalars of a step or an epoch; other records have none."""
@@ -134,21 +112,20 @@ class Sinks:
     def __init__(
         self, sinks: Sequence[Sink | Callable[[StepRecord], object]], patience_s: float = SINK_PATIENCE_S
     ) -> None:
-        self._sinks: list[Sink] = [_as_sink(sink) for sink in sinks]
+        self._sinks: list[Any] = [sink if hasattr(sink, "write") else CallbackSink(sink) for sink in sinks]
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards all below
         self._due: deque[tuple[Sink, Callable[[], None]]] = deque()
-        self._at: Sink | None = None  # the one that is being called, since when
-        self._since_s = 0.0
+        self._at: tuple[Sink, float] | None = None  # the one that is being called, since when
         self._thread: threading.Thread | None = None
         self._start()
 
     def write(self, record: StepRecord) -> None:
         """Hand the record to every sink, soon; wait only for those that are far behind."""
         with self._changed:
-            at, since_s = self._at, self._since_s
-            if at is not None and time.monotonic() - since_s > self._patience_s:
-                self._wait_for(lambda: (self._at, self._since_s) != (at, since_s), GRACE_S)
+            at = self._at
+            if at is not None and time.monotonic() - at[1] > self._patience_s:
+                self._wait_for(lambda: self._at is not at, GRACE_S)
             self._wait_for(lambda: len(self._due) < BACKLOG, self._patience_s)
             self._due.extend((sink, partial(sink.write, record)) for sink in self._sinks)
             self._changed.notify_all()
@@ -174,7 +151,7 @@ class Sinks:
     def _wait_for(self, ready: Callable[[], bool], seconds: float) -> None:
         """Wait; each time that takes too long, drop the sink that is being called."""
         while not self._changed.wait_for(ready, seconds) and self._at is not None:
-            sink, self._at = self._at, None
+            (sink, _), self._at = self._at, None
             self._drop(sink)
             _log.warning("sink %s hangs, and gets no more records: it took over %g s", _name_of(sink), self._patience_s)
             try:
@@ -195,7 +172,7 @@ class Sinks:
                 if self._is_given_up():
                     return
                 sink, call = self._due.popleft()
-                self._at, self._since_s = sink, time.monotonic()
+                self._at = sink, time.monotonic()
             error: Exception | None = None
             try:
                 call()
@@ -216,7 +193,3 @@ class Sinks:
 
 def _name_of(sink: Sink) -> str:
     return f"{sink._callback!r}" if isinstance(sink, CallbackSink) else type(sink).__name__
-
-
-def _as_sink(sink: Sink | Callable[[StepRecord], object]) -> Sink:
-    return sink if hasattr(sink, "write") else CallbackSink(sink)  # type: ignore[return-value]

@@ -1,12 +1,41 @@
 """`Summary`: all steps of an attachment, added up."""
 
-from __future__ import annotations
-
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from oktopk.telemetry.format import format_value
 from oktopk.telemetry.record import ratio_of, sparsity_of
 from oktopk.telemetry.schema import StepRecord, add_by_name
+
+LATEST = 1001
+"""Steps whose times are kept for the median, because a run may have millions."""
+
+ALIKE = 0.05
+"""Difference of two times, as a part of the larger, that is not told from noise."""
+
+
+def verdict(
+    seconds: tuple[float | None, float | None], sent: tuple[float | None, float | None], exchange_s: float | None
+) -> str | None:
+    """Return a sentence that says whether compression pays, given seconds and bytes of a dense and of a sparse step.
+
+    `exchange_s` is the time that a dense step's bytes take here. A slower link makes both kinds of step longer, each by
+    its bytes. That gives the speed at which they take the same time.
+    """
+    (dense_s, sparse_s), (dense_bytes, sparse_bytes) = seconds, sent
+    if not (dense_s and sparse_s):
+        return None
+    took = f"sparse steps took {sparse_s:.3g} s, dense ones {dense_s:.3g} s: "
+    if abs(sparse_s - dense_s) <= ALIKE * max(sparse_s, dense_s):
+        return took + "on this network compression makes no difference"
+    if sparse_s < dense_s:
+        return took + f"compression pays, a step is {dense_s / sparse_s:.2g} times as fast"
+    says = took + "on this network compression does not pay"
+    if dense_bytes and sparse_bytes is not None and sparse_bytes < dense_bytes:
+        per_byte = (exchange_s or 0.0) / dense_bytes + (sparse_s - dense_s) / (dense_bytes - sparse_bytes)
+        says += f"; below about {float(f'{8e-6 / per_byte:.2g}'):,g} Mbit/s it would"
+    return says
 
 
 @dataclass
@@ -22,17 +51,17 @@ class PhaseSummary:
     sent_bytes: int = 0
     received_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
 
     def add_(self, record: StepRecord) -> None:
         """Count a step; one that was skipped delivered nothing, and is in no mean."""
         self.steps += 1
-        self.sent_bytes += record.sent_bytes
-        self.received_bytes += record.received_bytes
+        self.skipped += record.skipped
         self.seconds = add_by_name([self.seconds, record.seconds])
-        if record.skipped:
-            self.skipped += 1
-            return
-        for name in ("numel", "nnz", "wanted", "selected"):
+        if record.step_seconds is not None:
+            self.latest_s.append(record.step_seconds)
+        delivered = () if record.skipped else ("numel", "nnz", "wanted", "selected")
+        for name in ("sent_bytes", "received_bytes", *delivered):
             setattr(self, name, getattr(self, name) + getattr(record, name))
 
     @property
@@ -49,6 +78,16 @@ class PhaseSummary:
     def selected_per_wanted(self) -> float | None:
         """selected / k over all steps."""
         return self.selected / self.wanted if self.wanted else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median time of the latest steps."""
+        return median(self.latest_s) if self.latest_s else None
+
+    @property
+    def sent_bytes_per_step(self) -> float | None:
+        """Mean of the bytes sent in a step."""
+        return self.sent_bytes / self.steps if self.steps else None
 
 
 @dataclass
@@ -72,18 +111,27 @@ class Summary:
         """Steps that were skipped because a gradient was not finite."""
         return self.dense.skipped + self.sparse.skipped
 
+    @property
+    def verdict(self) -> str | None:
+        """Whether compression pays here; None before there are dense and sparse steps to compare."""
+        dense, sparse = self.dense, self.sparse
+        exchange_s = sum(dense.seconds.values()) / dense.steps if dense.steps else None
+        sent = dense.sent_bytes_per_step, sparse.sent_bytes_per_step
+        return verdict((dense.seconds_per_step, sparse.seconds_per_step), sent, exchange_s)
+
     def __str__(self) -> str:
-        names = ("steps", "sparsity", "compression_ratio", "selected_per_wanted", "sent_bytes", "received_bytes")
+        names = ["steps", "sparsity", "compression_ratio", "selected_per_wanted", "sent_bytes", "received_bytes"]
+        names += ["sent_bytes_per_step", "seconds_per_step"]
         rows = [(name, getattr(self.dense, name), getattr(self.sparse, name)) for name in names]
         for name in sorted({*self.dense.seconds, *self.sparse.seconds}):
             rows.append((f"seconds in {name}", self.dense.seconds.get(name), self.sparse.seconds.get(name)))
         lines = [f"{'':24}{'dense':>16}{'sparse':>16}"]
-        lines += [f"{name:24}{_written(dense):>16}{_written(sparse):>16}" for name, dense, sparse in rows]
+        for name, *values in rows:
+            written = (format_value(value, "count" if isinstance(value, int) else "number") for value in values)
+            lines.append(f"{name:24}" + "".join(f"{text:>16}" for text in written))
         lines.append(f"compression was active on {self.sparse.steps} of {self.steps} steps")
+        if says := self.verdict:
+            lines.append(says)
         if self.nonfinite:
             lines.append(f"skipped {self.nonfinite} steps with a non-finite gradient")
         return "\n".join(lines)
-
-
-def _written(value: float | None) -> str:
-    return format_value(value, "count" if isinstance(value, int) else "number")

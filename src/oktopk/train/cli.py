@@ -1,8 +1,8 @@
 """`oktopk train`: the command."""
 
-from __future__ import annotations
-
 import os
+from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,17 +16,53 @@ from typer.core import TyperCommand
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.train import checkpoint, corpus
-from oktopk.train.config import Config, describe_settings, help_of, make_config, parse_pairs
-from oktopk.train.data.folder import TRAIN_MANIFEST
-from oktopk.train.dist import Place
-from oktopk.train.dist_env import find_place
+from oktopk.train.config import BOOLEANS, Config, make_config, parse_pairs
+from oktopk.train.console import Console
+from oktopk.train.data.manifest import TRAIN_MANIFEST
+from oktopk.train.dist import Place, find_place
 from oktopk.train.divergence import DivergedError
-from oktopk.train.legacy_flags import modern
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
 from oktopk.train.rundir import RunDir
-from oktopk.train.spawn import start_workers
-from oktopk.train.worker import Job, pick_device, threads_of, work
+from oktopk.train.worker import Job, pick_device, start_workers, threads_of, work
+
+RENAMED = {"--nworkers": "--nproc", "--lstm-lr": "--lr"}
+COMPRESSORS = {"none": "dense", "topkA": "topka", "topkDSA": "topkdsa", "gTopk": "gtopk", "oktopkA": "oktopk"}
+"""Spellings of the research code, and ours."""
+
+
+def modern(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments as we spell them, and a note for each that was changed.
+
+    >>> modern(["train", "--data_dir", "d", "--compression", "False"])[0]
+    ['train', '--data-dir', 'd', '--compressor', 'dense']
+    """
+    made, notes, coming = list[str](), list[str](), list(arguments)
+    while coming:
+        word = coming.pop(0)
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            made.append(word)
+            continue
+        spelled = flag.replace("_", "-")
+        spelled = RENAMED.get(spelled, spelled)
+        given = value if equals else "".join(coming[:1])
+        if spelled == "--compression":
+            said = BOOLEANS.get(given.lower())
+            if not equals and said is not None:  # it stood alone as well
+                coming.pop(0)
+            made += ["--compressor", "dense"] if said is False else []
+            notes.append(f"{flag}: compression is on unless --compressor is dense")
+            continue
+        if spelled != flag:
+            notes.append(f"{flag} is now {spelled}")
+        if spelled == "--compressor" and given in COMPRESSORS:
+            notes.append(f"{spelled} {given} is now {COMPRESSORS[given]}")
+            made += [spelled, COMPRESSORS[given]]
+            coming = coming if equals else coming[1:]
+        else:
+            made.append(spelled + equals + value)
+    return made, notes
 
 
 class Train(TyperCommand):
@@ -43,8 +79,8 @@ class Train(TyperCommand):
 def _show_settings(wanted: bool) -> None:
     if wanted:
         settings, recipes = Table("setting", "default", "meaning"), Table("recipe", "purpose")
-        for row in describe_settings():
-            settings.add_row(*map(escape, row))
+        for each in fields(Config):
+            settings.add_row(each.name, str(each.default).lower(), escape(each.metadata["help"]))
         for name in recipe_names():
             recipes.add_row(name, load_recipe(name).about)
         rich.console.Console().print(settings, "A recipe may give another default:", recipes)
@@ -53,7 +89,7 @@ def _show_settings(wanted: bool) -> None:
 
 def _flag(name: str) -> Any:
     """Return the option of a setting, with the setting's help text."""
-    return typer.Option(help=help_of(name))
+    return typer.Option(help=Config.__dataclass_fields__[name].metadata["help"])
 
 
 def train(
@@ -83,11 +119,11 @@ def train(
 ) -> None:
     """Train the speech recogniser with a sparse exchange, on this machine or a cluster.
 
-    oktopk train                              a small net on synthetic speech, two workers, minutes
-    oktopk train --data-dir DIR --nproc 2     the same on your data, which oktopk data imports
-    oktopk train --dnn lstman4 --dataset an4 --data-dir DIR --lr 0.001 --compressor oktopk --density 0.02
-    torchrun, mpirun or srun oktopk train     workers that a launcher starts, on any number of machines
-    oktopk train --resume runs/NAME           go on where a run stopped
+    oktopk train                            a small net on synthetic speech, 2 workers
+    oktopk train --data-dir DIR --nproc 2   the same on your data (see oktopk data)
+    oktopk train --recipe lstman4 --data-dir DIR --density 0.02
+    torchrun ... -m oktopk train            workers of a launcher, also mpirun or srun
+    oktopk train --resume runs/NAME         go on where a run stopped
 
     A run first prints its plan: dense and sparse steps, and their bytes. It leaves everything in RUNS/NAME.
     """
@@ -119,8 +155,7 @@ def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> 
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
         place = find_place(os.environ)
         assert place is not None
-        folder = RunDir.open(run)
-        work(Job(config=folder.load_config(), runs=run.parent, name=run.name, run=folder, resume=resume), place)
+        work(Job(RunDir.open(run).load_config(), run, is_new=False, resume=resume), place)
 
 
 def _fresh(given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, int]:
@@ -129,7 +164,7 @@ def _fresh(given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, in
     dataset = {"dataset": "an4"} if "data_dir" in given else {}  # a folder that is named has data in it
     config = make_config({**chosen.settings, **dataset, **given, "recipe": chosen.name})
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Job(config=config, runs=runs, name=name or f"{chosen.name}-{config.compressor}-{stamp}"), chosen.nproc
+    return Job(config, runs / (name or f"{chosen.name}-{config.compressor}-{stamp}")), chosen.nproc
 
 
 def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
@@ -142,8 +177,7 @@ def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
     if folder is None:
         raise SettingError(f"{path} has no checkpoint to go on from: start the run again")
     config = make_config({**vars(run.load_config()), **given})
-    job = Job(config=config, runs=run.path.parent, name=run.path.name, run=run, resume=folder)
-    return job, checkpoint.num_workers(folder)
+    return Job(config, run.path, is_new=False, resume=folder), checkpoint.num_workers(folder)
 
 
 def _start(job: Job, workers: int, max_restarts: int) -> None:
@@ -154,9 +188,7 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
     corpus.prepare(job.config)  # an error of the data is told once, before any worker starts
     corpus.check_enough(job.config, corpus.load(job.config), workers)
     run = job.folder()
-    command = ["-m", "oktopk", "worker", str(run.path)]
-    if job.resume is not None:
-        command += ["--resume", str(job.resume)]
+    command = ["-m", "oktopk", "worker", str(run.path), *(["--resume", str(job.resume)] if job.resume else [])]
     start_workers(command, workers, run.path, max_restarts, threads_of(job.config, workers))
 
 
@@ -168,16 +200,15 @@ def _dry_run(job: Job, workers: int) -> None:
         counts = (len(data.train), len(data.val))
     device = pick_device(config, Place(launcher="dry run"))
     plan = make_plan(config, workers, *counts, data_dir=folder, device=str(device))
-    out = rich.console.Console(soft_wrap=True)
-    out.print(plan.table())
-    out.print(f"would write {job.runs / job.name}; {threads_of(config, workers)} threads a worker")
+    console = Console(0, config.max_epochs)
+    console.out.print(plan.table())
+    console.say(f"would write {job.path}; {threads_of(config, workers)} threads a worker")
     if plan.warning:
-        out.print(f"[bold yellow]WARNING[/] {escape(plan.warning)}")
+        console.warn(plan.warning)
 
 
 def _rank() -> int | None:
-    try:
+    with suppress(OktopkError):
         place = find_place(os.environ)
-    except OktopkError:
-        return None
-    return None if place is None else place.rank
+        return place.rank if place else None
+    return None

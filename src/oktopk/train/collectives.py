@@ -1,6 +1,4 @@
-"""Actions of all workers together: hold the same weights, fail together, gather and sum their figures."""
-
-from __future__ import annotations
+"""Actions of all workers together: hold the same weights, fail together, gather their figures."""
 
 import hashlib
 import re
@@ -10,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from oktopk.errors import MismatchError, OktopkError, PeerError
 
@@ -25,19 +23,6 @@ def gather(values: list[float]) -> list[list[float]]:
     return [each.tolist() for each in every]
 
 
-def total(values: Tensor) -> Tensor:
-    """Return the sum over ranks."""
-    dist.all_reduce(values)
-    return values
-
-
-def share(value: T | None) -> T:
-    """Return on every rank the `value` of rank 0."""
-    values: list[Any] = [value]
-    dist.broadcast_object_list(values)
-    return values[0]  # type: ignore[no-any-return]
-
-
 def all_or_none(what: str, act: Callable[[], T]) -> T:
     """Return the result of `act` on this rank; if it fails on any rank, every rank raises with that rank's message."""
     result, error = None, None
@@ -45,7 +30,7 @@ def all_or_none(what: str, act: Callable[[], T]) -> T:
         result = act()
     except Exception as failed:  # of any kind: the other ranks wait for this one below
         error = failed
-    for rank, message in enumerate(_gather_objects(None if error is None else f"{type(error).__name__}: {error}")):
+    for rank, message in enumerate(gather_objects(None if error is None else f"{type(error).__name__}: {error}")):
         if error is not None:
             raise error
         if message is not None:
@@ -53,33 +38,23 @@ def all_or_none(what: str, act: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _gather_objects(mine: T) -> list[T]:
+def gather_objects(mine: T) -> list[T]:
+    """Return every rank's object, in rank order."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
 
 
 def check_same_weights(model: nn.Module, step: int) -> str:
-    """Return the digest of the weights; raise on every rank if the ranks differ in a single bit."""
-    digests = _gather_objects(weights_digest(model))
-    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if differing:
-        raise MismatchError(f"step {step}: the weights of ranks {differing} are not those of rank 0")
-    return digests[0]
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits that tell any two sets of weights apart."""
+    """Return 16 hexadecimal digits of the weights' digest; raise on every rank if the ranks differ in a single bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def share_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's running statistics, as DDP does before each forward pass of training."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
+    digests = gather_objects(digest.hexdigest()[:16])
+    differing = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if differing:
+        raise MismatchError(f"step {step}: the weights of ranks {differing} are not those of rank 0")
+    return digests[0]
 
 
 @contextmanager

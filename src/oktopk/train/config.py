@@ -1,18 +1,13 @@
 """`Config`: every setting of a training run with its default, its help text and its limits."""
 
-from __future__ import annotations
-
-import json
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, NamedTuple
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm, settings_of
 from oktopk.algorithms.base import AUTO
 from oktopk.errors import SettingError, one_of, within
-from oktopk.train.data.features import Augmentation
 from oktopk.train.models import MODELS
 
 BOOLEANS = {"yes": True, "on": True, "true": True, "1": True, "no": False, "off": False, "false": False, "0": False}
@@ -24,8 +19,7 @@ MAX_MOMENTUM = 0.9999
 """Upper limit of a momentum, because at 1 a gradient would move the weights for the rest of the run."""
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Learning rate and momentum of the optimizer in one step."""
 
     lr: float
@@ -43,19 +37,15 @@ class Config:
     """The settings of a run: a recipe gives some, flags and `--set key=value` others, and the defaults are here."""
 
     recipe: str = setting("", "recipe that the settings began with")
-    dnn: str = setting("lstman4-small", "net: lstman4 (27.6 M parameters) or lstman4-small (1.06 M)", choices=MODELS)
+    dnn: str = setting("lstman4-small", "net: lstman4 (27.6 M parameters) or lstman4-small (1.06 M)", MODELS)
     dataset: str = setting(
-        "synth-an4",
-        "an4: the manifests in data_dir; synth-an4: speech made offline, once",
-        choices=("an4", "synth-an4"),
+        "synth-an4", "an4: the manifests in data_dir; synth-an4: speech made offline, once", ("an4", "synth-an4")
     )
     data_dir: str = setting("", "folder that oktopk data made; if empty, synthetic speech goes into a cache folder")
     utterances: int = setting(948, "synth-an4: utterances to train on", low=1)
     val_utterances: int = setting(130, "synth-an4: utterances to validate with", low=1)
     grammar: str = setting(
-        "an4",
-        "synth-an4: an4, or commands (digits and commands only: quick to learn)",
-        choices=("an4", "commands"),
+        "an4", "synth-an4: an4, or commands (digits and commands only: quick to learn)", ("an4", "commands")
     )
     augment: bool = setting(False, "vary speed and gain of the training utterances")
 
@@ -67,33 +57,29 @@ class Config:
     lr_anneal: float = setting(1.01, "divisor of the learning rate after each epoch", open_low=True)
     momentum: float = setting(0.9, "Nesterov momentum of SGD", high=MAX_MOMENTUM)
     sparse_momentum: float = setting(
-        0.5,
-        "momentum in sparse steps, if it is less; the learning rate rises so that lr / (1 - momentum) stays",
-        high=MAX_MOMENTUM,
+        0.5, "momentum in sparse steps, if it is less; lr rises so that lr / (1 - momentum) stays", high=MAX_MOMENTUM
     )
     clip: float = setting(400.0, "largest norm of the gradient; 0: no limit")
     clip_place: str = setting(
         "global",
         "global: clip the mean after the exchange; local: clip each worker's gradient before it, to "
         "clip / sqrt(workers). Dense steps are clipped globally",
-        choices=("global", "local"),
+        ("global", "local"),
     )
 
-    compressor: str = setting("oktopk", "algorithm: " + ", ".join(sorted(ALGORITHMS)), choices=ALGORITHMS)
+    compressor: str = setting("oktopk", "algorithm: " + ", ".join(sorted(ALGORITHMS)), ALGORITHMS)
     density: float = setting(0.03, "part of the gradient that a sparse step sends", high=1, open_low=True)
     dense_steps: int = setting(128, "dense steps before the first sparse one")
     ranking: str = setting("magnitude", "oktopk: select by magnitude, or scaled (by the rms of the row's gradient)")
     wire: str = setting(AUTO, "values on the wire: fp32, bf16 or int8; auto: int8 with oktopk, else fp32")
 
     seed: int = setting(0, "seed of weights, order and augmentation", high=MAX_SEED)
-    device: str = setting("auto", "auto: a GPU if there is one; cpu; cuda", choices=("auto", "cpu", "cuda"))
+    device: str = setting("auto", "auto: a GPU if there is one; cpu; cuda", ("auto", "cpu", "cuda"))
     threads: int = setting(0, "CPU threads of each worker; 0: its share of the cores")
     timeout_s: float = setting(300.0, "seconds that a worker waits for another", open_low=True)
     validate_every: int = setting(1, "epochs from one validation to the next; the last is always validated", low=1)
     checkpoint_every: int = setting(0, "steps from one checkpoint to the next; 0: one at the end of each epoch")
-    on_nonfinite: str = setting(
-        "raise", "a NaN or Inf: raise an error, or skip (a step of zeros)", choices=("raise", "skip")
-    )
+    on_nonfinite: str = setting("raise", "a NaN or Inf: raise an error, or skip (a step of zeros)", ("raise", "skip"))
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -115,34 +101,11 @@ class Config:
         """Whether no step is sparse, however long the run."""
         return self.compressor == "dense"
 
-    def augmentation(self) -> Augmentation | None:
-        """Return the variation of the training utterances."""
-        return Augmentation() if self.augment else None
-
     def rates_at(self, epoch: int, phase: str) -> Rates:
-        """Return the optimizer's rates in a dense or a sparse step of an epoch."""
-        lr = self.lr_at(epoch)
+        """Return the optimizer's rates in a dense or a sparse step of an epoch; epochs count from 0."""
+        lr = self.lr / self.lr_anneal**epoch
         momentum = min(self.momentum, self.sparse_momentum) if phase == "sparse" else self.momentum
         return Rates(lr * (1 - momentum) / (1 - self.momentum) if momentum != self.momentum else lr, momentum)
-
-    def lr_at(self, epoch: int) -> float:
-        """Return the learning rate of an epoch's dense steps; epochs count from 0."""
-        return self.lr / self.lr_anneal**epoch
-
-    def to_json(self) -> str:
-        """Return the settings, one a line."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str, path: Path) -> Config:
-        """Return the settings that `to_json` wrote."""
-        try:
-            values = json.loads(text)
-            if not isinstance(values, dict):
-                raise ValueError("wanted an object with a value for each setting")
-            return make_config(values)
-        except ValueError as error:  # of JSON, or of a setting
-            raise SettingError(f"{path} is no config of a run: {error}") from error
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -162,24 +125,15 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
     return parsed
 
 
-def describe_settings() -> list[tuple[str, str, str]]:
-    """Return (name, default, help) of every setting."""
-    return [(each.name, str(each.default).lower(), help_of(each.name)) for each in fields(Config)]
-
-
-def help_of(name: str) -> str:
-    """Return the help text of a setting."""
-    return str(Config.__dataclass_fields__[name].metadata["help"])
-
-
 def _read(each: Field[Any], value: Any) -> Any:
     """Return `value` as the setting's type: as it is, or read from text."""
     kind: type = type(each.default)
-    try:
-        if isinstance(value, str):
-            return BOOLEANS[value.lower()] if kind is bool else kind(value)
+    wrong = SettingError(f"{each.name} wants {WANTED[kind]}, not {value!r} ({each.metadata['help']})")
+    if not isinstance(value, str):
         if type(value) is kind or (kind, type(value)) == (float, int):
             return kind(value)
+        raise wrong
+    try:
+        return BOOLEANS[value.lower()] if kind is bool else kind(value)
     except (ValueError, KeyError):
-        pass
-    raise SettingError(f"{each.name} wants {WANTED[kind]}, not {value!r} ({each.metadata['help']})")
+        raise wrong from None

@@ -1,9 +1,5 @@
 """`Console`: the output of a run, by rank 0 only: a live line on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import rich.console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,7 +8,7 @@ from rich.table import Table
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.reader import Record
 from oktopk.telemetry.schema import EpochRecord, TrainStep, catalogue
-from oktopk.train.plan import Plan
+from oktopk.train.plan import table_of
 
 LINES_PER_EPOCH = 4
 """Lines of steps in an epoch where there is no terminal."""
@@ -24,21 +20,12 @@ class Console:
     def __init__(self, rank: int, epochs: int) -> None:
         self.out = rich.console.Console(quiet=rank != 0, soft_wrap=True, highlight=False)
         self._live = self.out.is_terminal and rank == 0
-        self._epochs = epochs
-        self._steps = 0
-        self._done = 0
-        self._progress = Progress(
+        self._epochs, self._steps, self._done = epochs, 0, 0
+        self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"), console=self.out, transient=True, disable=not self._live,
         )  # fmt: skip
-        self._task = self._progress.add_task("", figures="")
-
-    def __enter__(self) -> Console:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._task = self.progress.add_task("", figures="")
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -51,12 +38,12 @@ class Console:
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """Show that an epoch begins."""
         self._steps, self._done = steps, 0
-        self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{self._epochs}", figures="")
+        self.progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{self._epochs}", figures="")
 
     def step(self, record: TrainStep) -> None:
         """Show a step."""
         self._done += 1
-        self._progress.update(self._task, advance=1, figures=_figures(record, between="\n"))
+        self.progress.update(self._task, advance=1, figures=_figures(record, between="\n"))
         if not self._live and self._done % max(1, self._steps // LINES_PER_EPOCH) == 0:
             self.out.print(f"epoch {record.epoch + 1} step {record.step}: {_figures(record, between='  ')}")
 
@@ -86,40 +73,32 @@ def _figures(record: TrainStep, between: str) -> str:
     )
 
 
-def end_table(summary: Record, plan: Plan, reference: dict[str, float]) -> Table:
+def end_table(summary: Record, workers: int) -> Table:
     """Return the figures of a run."""
-    table = Table(title="the run", show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
-    for name, text in _rows(summary, plan, reference).items():
-        table.add_row(name, text)
-    return table
-
-
-def _rows(summary: Record, plan: Plan, reference: dict[str, Any]) -> dict[str, str]:
     first, *figures = (format_value(summary[name]) for name in ("first_loss", "train_loss", "val_loss", "wer", "cer"))
     train_loss, val_loss, wer, cer = figures
-    dense = f"  (dense, same recipe, stored reference: {format_value(reference['wer'])})" if "wer" in reference else ""
     skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
     seconds, per_step = summary["seconds"], summary["seconds_per_step"]
 
     def sparse(value: float | None) -> str:
         return format_value(value) + ("" if summary["sparse_steps"] else " (no step was sparse)")
 
-    return {
+    rows = {
         "train loss": f"{first} in the first epoch, {train_loss} in the last",
         "val loss": val_loss,
-        "WER": f"{wer}, best {format_value(summary['best_wer'])}{dense}",
+        "WER": f"{wer}, best {format_value(summary['best_wer'])}",
         "CER": cer,
         "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps{skipped}",
         "sparsity": sparse(summary["sparsity"]),
         "compression ratio": sparse(summary["compression_ratio"]),
         "bytes sent": _bytes(summary),
+        "verdict": summary["verdict"] or "no dense and sparse steps to compare",
         "time": f"{sum(seconds.values()):.1f} s: "
         + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
         "seconds a step": f"dense {format_value(per_step['dense'])}, sparse {sparse(per_step['sparse'])}, "
-        f"on {plan.workers} worker{'s' * (plan.workers > 1)}",
+        f"on {workers} worker{'s' * (workers > 1)}",
     }
+    return table_of("the run", rows)
 
 
 def _bytes(summary: Record) -> str:

@@ -1,23 +1,18 @@
 """The utterances of a run: a folder with manifests, or synthetic speech that is made once."""
 
-from __future__ import annotations
-
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from oktopk.train.config import Config
 from oktopk.train.data.errors import DataError
-from oktopk.train.data.folder import TRAIN_MANIFEST, VAL_MANIFEST
 from oktopk.train.data.grammar import Grammar
 from oktopk.train.data.loader import Batches
-from oktopk.train.data.manifest import Utterance, read_manifest
+from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, Utterance, read_manifest
 from oktopk.train.data.synth import make_speech
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """The utterances to train on and to validate with."""
 
     train: list[Utterance]
@@ -29,12 +24,8 @@ def data_dir_of(config: Config) -> Path:
     if config.data_dir:
         return Path(config.data_dir)
     if config.dataset == "an4":
-        raise DataError(
-            "missing",
-            "--data-dir",
-            "dataset an4 wants the folder with its manifests; oktopk data an4 ARCHIVE --out DIR makes it, and "
-            "--dataset synth-an4 does without the corpus",
-        )
+        wanted = "dataset an4 wants the folder with its manifests; oktopk data an4 ARCHIVE --out DIR makes it, and "
+        raise DataError("missing", "--data-dir", wanted + "--dataset synth-an4 does without the corpus")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "oktopk" / f"synth-an4-{config.grammar}-{config.utterances}-{config.val_utterances}"
 

@@ -1,9 +1,7 @@
 """Divergence: words for a loss or gradient that is not finite, and the detection of one that explodes."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -13,10 +11,8 @@ from oktopk.telemetry.format import format_value
 
 EXPLODED = 10.0
 """Factor over the loss of the first steps, which is that of an untrained net."""
-
 FIRST_STEPS = 5
 """Steps whose mean loss counts as that of the untrained net."""
-
 IN_A_ROW = 3
 """Minimum of steps above the limit, because one odd batch is no explosion."""
 
@@ -27,18 +23,12 @@ class DivergedError(OktopkError, RuntimeError):
 
 @dataclass
 class Health:
-    """Detects an exploding loss. Losses are per character of text, so that long utterances do not count as high.
+    """Detects an exploding loss. Losses are per character of text, so that long utterances do not count as high."""
 
-    first    losses of the first steps
-    high     consecutive steps above the limit
-    """
+    first: list[float] = field(default_factory=list)  # losses of the first steps
+    high: int = 0  # consecutive steps above the limit
 
-    first: list[float] = field(default_factory=list)
-    high: int = 0
-
-    def check(
-        self, losses: Sequence[float], step: int, lr: float, grad_norm: float | None, largest: Callable[[], str]
-    ) -> str | None:
+    def check(self, losses: Sequence[float], step: int, lr: float, norm: float | None, net: nn.Module) -> str | None:
         """Return the message about an explosion of the losses (per character, by rank); None if there is none."""
         worst = max(range(len(losses)), key=lambda rank: losses[rank])
         if len(self.first) < FIRST_STEPS:
@@ -50,8 +40,8 @@ class Health:
         self.high = 0
         return (
             f"step {step}, rank {worst}: the loss exploded: {losses[worst]:.4g} per character for {IN_A_ROW} steps, "
-            f"{limit / EXPLODED:.4g} at the start; lr {lr:g}, gradient norm {format_value(grad_norm)}, "
-            f"largest gradient in {largest()!r}; a lower --lr or --set clip=... helps"
+            f"{limit / EXPLODED:.4g} at the start; lr {lr:g}, gradient norm {format_value(norm)}, "
+            f"largest gradient in {largest_gradient(net)!r}; a lower --lr or --set clip=... helps"
         )
 
 
@@ -67,7 +57,5 @@ def nonfinite_message(step: int, losses: Sequence[float], lr: float, grad_norm: 
 
 def largest_gradient(model: nn.Module) -> str:
     """Return the name of the parameter with the largest gradient."""
-    norms = {
-        name: float(parameter.grad.norm()) for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    return max(norms, key=lambda name: norms[name]) if norms else "none"
+    norms = {name: float(each.grad.norm()) for name, each in model.named_parameters() if each.grad is not None}
+    return max(norms, key=lambda name: norms[name])

@@ -1,7 +1,5 @@
 """`Trainer`: the training loop of one worker, with a record of every step and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -15,34 +13,33 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
 from oktopk.steps import READBACK_DELAY
-from oktopk.telemetry import StepRecord
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes, format_value
-from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, from_row, to_row
+from oktopk.telemetry.schema import SPLIT, EpochRecord, StepRecord, TrainStep, from_row, to_row
 from oktopk.train import checkpoint
-from oktopk.train.collectives import all_or_none, check_same_weights, gather, share_buffers, total
-from oktopk.train.config import Config, Rates
+from oktopk.train.collectives import all_or_none, check_same_weights, gather
+from oktopk.train.config import Rates
 from oktopk.train.console import Console
 from oktopk.train.corpus import Corpus
+from oktopk.train.ctc import count_edits, ctc_loss, error_rates, greedy, references
+from oktopk.train.data.features import Augmentation
 from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.dist import Place
-from oktopk.train.divergence import DivergedError, Health, largest_gradient, nonfinite_message
-from oktopk.train.metrics import Counts, Transcripts, greedy, references
+from oktopk.train.divergence import DivergedError, Health, nonfinite_message
 from oktopk.train.models import make_model
-from oktopk.train.models.ctc import ctc_loss
 from oktopk.train.plan import Plan, travel_dense
-from oktopk.train.rng import rng_state, set_rng_state
-from oktopk.train.run_logger import RunLogger
+from oktopk.train.rundir import RunLogger
 
+Ranks = list[dict[str, Any]]  # the figures of each rank
 NEVER = 10**9
-"""Dense steps of a run whose compressor is dense."""
-
+"""Step that no run reaches: the first sparse one of a dense compressor, the last one without a limit."""
 RESIDUAL_EVERY = 10
 """Steps from one norm of the residual to the next, because each takes 5 ms at 27.6 M elements."""
 
@@ -59,38 +56,28 @@ class Progress:
     best_wer: float | None = None
     grad_norm: float | None = None
 
-    @property
-    def train_loss(self) -> float | None:
-        """The mean loss of the epoch's steps so far."""
-        return self.loss_sum / self.loss_count if self.loss_count else None
-
-    def end_epoch(self) -> None:
-        """Begin the next epoch."""
-        self.epoch, self.step_of_epoch, self.loss_sum, self.loss_count = self.epoch + 1, 0, 0.0, 0
-
 
 class Trainer:
     """One worker of a run. All workers construct one and call the same methods in the same order."""
 
-    def __init__(
-        self, config: Config, place: Place, corpus: Corpus, plan: Plan, run_logger: RunLogger, console: Console
-    ) -> None:
-        self.config, self.place, self.plan, self.run_logger, self.console = config, place, plan, run_logger, console
+    def __init__(self, place: Place, corpus: Corpus, plan: Plan, run_logger: RunLogger, console: Console) -> None:
+        self.place, self.plan, self.run_logger, self.console = place, plan, run_logger, console
+        self.config = config = plan.config
         self.device = torch.device(plan.device)
         batches = partial(
             Batches, batch_size=config.batch_size, rank=place.rank, world_size=place.size, seed=config.seed
         )
-        self.train_batches = batches(corpus.train, augmentation=config.augmentation())
+        self.train_batches = batches(corpus.train, augmentation=Augmentation() if config.augment else None)
         self.val_batches = batches(corpus.val, evaluation=True)
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn).to(self.device)
         self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
-        rates = config.rates_at(0, "dense")
         self.optimizer = torch.optim.SGD(
-            self.net.parameters(), lr=rates.lr, momentum=rates.momentum, nesterov=rates.momentum > 0
+            self.net.parameters(), lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0
         )
         self._records: SimpleQueue[StepRecord] = SimpleQueue()
-        self._unfinished: deque[_Step] = deque()
+        # rates, laps, counts, and on their way to the host: loss, gradient norm, residual norm
+        self._unfinished: deque[tuple[Rates, _Laps, dict[str, int], Tensor]] = deque()
         self.sparse = oktopk.attach(
             self.model,
             config.algorithm(),
@@ -124,12 +111,12 @@ class Trainer:
         self.run_logger.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
         self.run_logger.event("resume", self.progress.step, f"resumed from {folder.name}")
         if "generators" in own:  # only with the same number of workers
-            set_rng_state(own["generators"], self.device)
+            checkpoint.set_rng_state(own["generators"], self.device)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; return the summary of the run."""
         try:
-            with self.console:
+            with self.console.progress:
                 while self.progress.epoch < self.config.max_epochs and not self._is_over():
                     self._run_epoch()
         finally:
@@ -145,17 +132,20 @@ class Trainer:
     def _is_epoch_whole(self) -> bool:
         return self.progress.step_of_epoch >= self.plan.steps_per_epoch
 
+    @property
+    def _is_epoch_over(self) -> bool:
+        return self._is_epoch_whole or self._is_over()
+
     def _run_epoch(self) -> None:
-        progress = self.progress
-        start, left = time.perf_counter(), self.plan.steps_per_epoch - progress.step_of_epoch
-        limit = self.config.max_steps
-        self.console.begin_epoch(progress.epoch, min(left, limit - progress.step) if limit else left)
+        start, progress, every = time.perf_counter(), self.progress, self.config.checkpoint_every
+        left = self.plan.steps_per_epoch - progress.step_of_epoch
+        self.console.begin_epoch(progress.epoch, min(left, (self.config.max_steps or NEVER) - progress.step))
         self.net.train()
-        passes = self.config.nsteps_update
-        batches = self.train_batches.epoch(progress.epoch, progress.step_of_epoch * passes)
-        while not (self._is_epoch_whole or self._is_over()):
+        batches = self.train_batches.epoch(progress.epoch, progress.step_of_epoch * self.config.nsteps_update)
+        while not self._is_epoch_over:
             self._step(batches)
-            self._checkpoint_if_due()
+            if every and progress.step % every == 0 and not self._is_epoch_over:  # the end has a checkpoint of its own
+                self._checkpoint(best=False)
         self._end_epoch(time.perf_counter() - start)
 
     def _step(self, batches: Iterator[Batch]) -> None:
@@ -171,18 +161,18 @@ class Trainer:
         for buffer, before in zip(self.net.buffers(), buffers, strict=True):
             # A NaN in a running mean would never leave it. On a GPU the device alone knows whether there is one.
             buffer.copy_(torch.where(torch.isfinite(loss), buffer, before))
+        clipped = self.config.clip_place == "global" or self._phase == "dense"  # `attach` clips sparse steps only
+        norm = clip_grad_norm_(self.net.parameters(), self.config.clip if self.config.clip and clipped else math.inf)
         rates = self.config.rates_at(self.progress.epoch, self._phase)
-        norm = self._update(rates)
-        figures = torch.stack([loss, norm, self._residual_norm()]).to("cpu", non_blocking=True)
+        set_rates(self.optimizer, rates)
+        self.optimizer.step()  # a skipped step delivers zeros, and goes on with the momentum alone
+        due = self._phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
+        residual_norm = self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
+        figures = torch.stack([loss, norm, residual_norm]).to("cpu", non_blocking=True)
         laps.end("update")
-        step = _Step(
-            rates=rates,
-            laps=laps,
-            figures=figures,
-            utterances=sum(len(batch.frames) for batch in work),
-            characters=sum(int(batch.target_lengths.sum()) for batch in work),
-        )
-        self._unfinished.append(step)
+        counts = {"utterances": sum(len(batch.frames) for batch in work)}
+        counts["characters"] = sum(int(batch.target_lengths.sum()) for batch in work)
+        self._unfinished.append((rates, laps, counts, figures))
         self.progress.step, self.progress.step_of_epoch = self.progress.step + 1, self.progress.step_of_epoch + 1
         self._finish_steps(but=READBACK_DELAY if self.device.type == "cuda" else 0)
 
@@ -190,11 +180,6 @@ class Trainer:
     def _phase(self) -> str:
         """The phase of the next step."""
         return "dense" if self.config.is_dense or self.progress.step < self.config.dense_steps else "sparse"
-
-    def _residual_norm(self) -> Tensor:
-        """Return the norm of this rank's residual, NaN in steps in which it is not measured."""
-        due = self._phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
-        return self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
 
     def _forward_backward(self, work: list[Batch]) -> Tensor:
         """Return this rank's mean loss over the passes; the last backward exchanges the sum of their gradients."""
@@ -209,64 +194,46 @@ class Trainer:
             losses.append(loss.detach().double())
         return torch.stack(losses).sum()
 
-    def _update(self, rates: Rates) -> Tensor:
-        """Clip the mean over workers if the setting says so, and step; return the gradient's norm before.
-
-        A skipped step delivers zeros: the optimizer goes on with its momentum alone.
-        """
-        clipped = self.config.clip_place == "global" or self._phase == "dense"  # `attach` clips sparse steps only
-        clip = self.config.clip if self.config.clip and clipped else math.inf
-        norm = clip_grad_norm_(self.net.parameters(), clip)
-        set_rates(self.optimizer, rates)
-        self.optimizer.step()
-        return norm
-
     def _finish_steps(self, but: int = 0) -> None:
         """Check and write the steps so far, except for the last `but`, which the GPU may not have finished."""
         if not but:
             self.sparse.flush()
         while len(self._unfinished) > but:
-            step = self._unfinished.popleft()
+            rates, laps, counts, figures = self._unfinished.popleft()
             made = self._records.get(timeout=self.config.timeout_s)
-            loss, norm, residual_norm = step.figures_on_host()
-            seconds = step.laps.seconds()
+            seconds = laps.seconds()  # which waits until the figures are there
+            loss, norm, residual_norm = figures.tolist()
+            if made.skipped:
+                norm = residual_norm = None
             wait = min(made.wait_seconds or 0.0, seconds["compute"])
-            own = {
-                "loss": loss,
-                "utterances": step.utterances,
-                "characters": step.characters,
-                "residual_norm": None if made.skipped else residual_norm,
-                "split": {**seconds, "compute": seconds["compute"] - wait, "wait": wait},
-            }
-            ranks = [from_row(each) for each in gather(to_row({**vars(made), **own}))]
-            self._check_health(made, ranks, step.rates.lr, None if made.skipped else norm)
-            self._write(made, ranks, step.rates, None if made.skipped else norm)
+            split = {**seconds, "compute": seconds["compute"] - wait, "wait": wait}
+            own = {**vars(made), **counts, "loss": loss, "residual_norm": residual_norm, "split": split}
+            ranks = [from_row(each) for each in gather(to_row(own))]
+            losses = [math.nan if rank["loss"] is None else rank["loss"] for rank in ranks]
+            self._check_health(made, ranks, losses, rates.lr, norm)
+            self._write(made, ranks, finite(math.fsum(losses) / len(losses)), rates, norm)
 
-    def _check_health(self, made: StepRecord, ranks: list[dict[str, Any]], lr: float, norm: float | None) -> None:
+    def _check_health(self, made: StepRecord, ranks: Ranks, losses: list[float], lr: float, norm: float | None) -> None:
         """Raise or warn if a loss or gradient is not finite or explodes; all ranks see the same numbers."""
-        step, before = made.step, self.progress.grad_norm
-        losses = [_loss_of(rank) for rank in ranks]
         if made.skipped or not all(map(math.isfinite, [*losses, norm or 0.0])):
-            message = nonfinite_message(step, losses, lr, before, made.reason or "loss or gradient norm is not finite")
-            self._warn_or_raise("non-finite", step, message)
-            return
-        per_character = [rank["loss"] * rank["utterances"] / max(1.0, rank["characters"]) for rank in ranks]
-        exploded = self.health.check(per_character, step, lr, norm, lambda: largest_gradient(self.net))
-        if exploded is not None:
-            self._warn_or_raise("exploded", step, exploded)
-
-    def _warn_or_raise(self, event: str, step: int, message: str) -> None:
-        self.run_logger.event(event, step, message)
+            reason = made.reason or "loss or gradient norm is not finite"
+            event, message = "non-finite", nonfinite_message(made.step, losses, lr, self.progress.grad_norm, reason)
+        else:
+            per_character = [rank["loss"] * rank["utterances"] / max(1.0, rank["characters"]) for rank in ranks]
+            exploded = self.health.check(per_character, made.step, lr, norm, self.net)
+            if exploded is None:
+                return
+            event, message = "exploded", exploded
+        self.run_logger.event(event, made.step, message)
         if self.config.on_nonfinite == "raise":  # on all ranks; rank 0 has the message
-            raise DivergedError(message if self.place.rank == 0 else f"stopped at step {step}: rank 0 says why")
+            raise DivergedError(message if self.place.rank == 0 else f"stopped at step {made.step}: rank 0 says why")
         self.console.warn(message)
 
-    def _write(self, made: StepRecord, ranks: list[dict[str, Any]], rates: Rates, norm: float | None) -> None:
-        progress, losses = self.progress, [_loss_of(rank) for rank in ranks]
-        loss = finite(math.fsum(losses) / len(losses))
+    def _write(self, made: StepRecord, ranks: Ranks, loss: float | None, rates: Rates, norm: float | None) -> None:
+        progress, mine = self.progress, ranks[self.place.rank]
         if loss is not None:
             progress.loss_sum, progress.loss_count = progress.loss_sum + loss, progress.loss_count + 1
-        mine = ranks[self.place.rank]
+        progress.grad_norm = progress.grad_norm if norm is None else norm
         record = TrainStep(
             **{**vars(made), "buckets": ()},
             epoch=progress.epoch,
@@ -283,18 +250,13 @@ class Trainer:
         self.run_logger.write(record)
         self.console.step(record)
         if made.phase == "sparse" and made.step == self.config.dense_steps:
-            self._announce_sparse(made)
-        if norm is not None:
-            progress.grad_norm = norm
-
-    def _announce_sparse(self, made: StepRecord) -> None:
-        message = (
-            f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, "
-            f"compression ratio {format_value(made.compression_ratio)}, "
-            f"{format_bytes(made.sent_bytes)} sent where a dense step sends {format_bytes(self.plan.dense_bytes)}"
-        )
-        self.run_logger.event("first-sparse", made.step, message)
-        self.console.say(message)
+            message = (
+                f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, "
+                f"compression ratio {format_value(made.compression_ratio)}, "
+                f"{format_bytes(made.sent_bytes)} sent where a dense step sends {format_bytes(self.plan.dense_bytes)}"
+            )
+            self.run_logger.event("first-sparse", made.step, message)
+            self.console.say(message)
 
     def _end_epoch(self, seconds: float) -> None:
         self._finish_steps()
@@ -305,7 +267,7 @@ class Trainer:
         record = EpochRecord(
             epoch=progress.epoch,
             step=progress.step,
-            train_loss=progress.train_loss,
+            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
             lr=self.optimizer.param_groups[0]["lr"],  # of its last step
             epoch_seconds=seconds,
             validated=due,
@@ -317,14 +279,9 @@ class Trainer:
         best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
         if self._is_epoch_whole:  # else max_steps ended it, and a resumed run may go on with it
             progress.best_wer = wer if best else progress.best_wer
-            progress.end_epoch()
+            progress.epoch, progress.step_of_epoch = progress.epoch + 1, 0
+            progress.loss_sum, progress.loss_count = 0.0, 0
         self._checkpoint(best)
-
-    def _checkpoint_if_due(self) -> None:
-        every, progress = self.config.checkpoint_every, self.progress
-        at_end = self._is_epoch_whole or self._is_over()  # which has one of its own
-        if every and progress.step % every == 0 and not at_end:
-            self._checkpoint(best=False)
 
     def _checkpoint(self, best: bool) -> None:
         self._finish_steps()
@@ -337,27 +294,29 @@ class Trainer:
             "health": asdict(self.health),
             "digest": digest,
         }
-        own = {"oktopk": self.sparse.state_dict(), "generators": rng_state(self.device)}
+        own = {"oktopk": self.sparse.state_dict(), "generators": checkpoint.rng_state(self.device)}
         folder = checkpoint.save(self.run_logger.run, self.progress.step, shared, own, best)
         self.run_logger.log(f"step {self.progress.step}: checkpoint {folder.name}, weights {digest}")
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float | None]:
         """Return loss, WER and CER over the validation set, of which each worker evaluates its share."""
-        share_buffers(self.net)
+        for buffer in self.net.buffers():
+            dist.broadcast(buffer, 0)  # the running statistics, as DDP does before each forward pass of training
         self.net.eval()
-        transcripts, loss_sum, count = Transcripts(), 0.0, 0
+        said, written, loss_sum = list[str](), list[str](), 0.0
         for batch in self.val_batches.epoch(0):
             on_device = batch.to(self.device)
             log_probs, frames = self.net(on_device.inputs, batch.frames)
             loss = ctc_loss(log_probs, frames, on_device.targets, batch.target_lengths)
-            loss_sum, count = loss_sum + float(loss) * len(batch.frames), count + len(batch.frames)
-            transcripts.add(references(batch.targets, batch.target_lengths), greedy(log_probs, frames))
+            loss_sum += float(loss) * len(batch.frames)
+            said += references(batch.targets, batch.target_lengths)
+            written += greedy(log_probs, frames)
         self.net.train()
-        losses = total(torch.tensor([loss_sum, count], dtype=torch.float64))
-        counts = Counts.from_tensor(total(transcripts.counts().to_tensor()))
-        val_loss = finite(float(losses[0] / losses[1])) if losses[1] else None
-        return {"val_loss": val_loss, "wer": counts.wer, "cer": counts.cer}
+        sums = torch.tensor([loss_sum, len(said), *count_edits(said, written)], dtype=torch.float64)
+        dist.all_reduce(sums)
+        loss_sum, count, *edits = sums.tolist()
+        return {"val_loss": finite(loss_sum / count), **error_rates(edits)}
 
 
 def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
@@ -378,27 +337,6 @@ def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
         group.update(lr=rates.lr, momentum=rates.momentum)
 
 
-def _loss_of(rank: dict[str, Any]) -> float:
-    """Return the loss of a rank, NaN where it is not finite."""
-    return math.nan if rank["loss"] is None else rank["loss"]
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """A step that was made; `figures` are loss, gradient norm and residual norm, on their way to the host."""
-
-    rates: Rates
-    laps: _Laps
-    figures: Tensor
-    utterances: int
-    characters: int
-
-    def figures_on_host(self) -> list[float]:
-        """Return loss, gradient norm and residual norm, once the device has made them."""
-        self.laps.wait()
-        return self.figures.tolist()
-
-
 class _Laps:
     """A stopwatch with named laps, in the time of the device."""
 
@@ -409,20 +347,16 @@ class _Laps:
 
     def end(self, name: str) -> None:
         """End a lap, which begins where the last one ended."""
+        mark: Any = time.perf_counter()
         if self._on_gpu:
-            mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             mark.record()
-        else:
-            mark = time.perf_counter()
         self._marks.append((name, mark))
 
-    def wait(self) -> None:
-        """Wait until the device has reached the end of the last lap."""
+    def seconds(self) -> dict[str, float]:
+        """Return the laps, once the device has reached the end of the last."""
         if self._on_gpu:
             self._marks[-1][1].synchronize()
-
-    def seconds(self) -> dict[str, float]:
-        """Return the laps."""
         return {
             name: start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
             for (_, start), (name, end) in pairwise(self._marks)

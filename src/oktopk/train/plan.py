@@ -1,7 +1,5 @@
 """`Plan`: steps and bytes of a run, known before its first step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -10,7 +8,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from oktopk.algorithms import Algorithm, OkTopk
+from oktopk.algorithms import OkTopk
 from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
 from oktopk.cuda.step import supports_device_step
@@ -21,21 +19,18 @@ from oktopk.train.config import Config
 from oktopk.train.models import make_model
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plan:
-    """The plan; bytes are those that one worker sends in a step.
-
-    sparse_numel    elements of the parameters that sparse steps send sparsely; the others always travel dense
-    """
+    """The plan; bytes are those that one worker sends in a step."""
 
     config: Config
     workers: int
     utterances: int
     val_utterances: int
-    numel: int
-    sparse_numel: int
-    device: str
     data_dir: Path
+    device: str
+    numel: int
+    sparse_numel: int  # of the parameters that sparse steps send sparsely; the others always travel dense
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,19 +53,15 @@ class Plan:
         """Bytes that a worker sends in a dense step."""
         return 2 * WORD_BYTES * self.numel * (self.workers - 1) // self.workers
 
-    def _algorithm(self) -> Algorithm:
-        """Return the algorithm as it sends on this device: a step on the GPU sends float32."""
-        algorithm = self.config.algorithm()
-        if not isinstance(algorithm, OkTopk):
-            return algorithm
-        stays = supports_device_step(algorithm, self.sparse_numel, torch.float32, torch.device(self.device))
-        return replace(algorithm, wire="fp32") if stays else algorithm
-
     @property
     def sparse_bytes(self) -> int:
         """Bytes that a worker typically sends in a sparse step, headers and agreements aside."""
-        dense_tail = 2 * WORD_BYTES * (self.numel - self.sparse_numel) * (self.workers - 1) // self.workers
-        return dense_tail + round(WORD_BYTES * predict(self._algorithm(), self.sparse_numel, self.workers).typical)
+        algorithm, numel = self.config.algorithm(), self.sparse_numel
+        on_device = supports_device_step(algorithm, numel, torch.float32, torch.device(self.device))
+        if on_device and isinstance(algorithm, OkTopk):
+            algorithm = replace(algorithm, wire="fp32")  # as a step on the GPU sends
+        dense_tail = 2 * WORD_BYTES * (self.numel - numel) * (self.workers - 1) // self.workers
+        return dense_tail + round(WORD_BYTES * predict(algorithm, numel, self.workers).typical)
 
     @property
     def warning(self) -> str | None:
@@ -84,10 +75,11 @@ class Plan:
 
     def table(self) -> Table:
         """Return the plan as a table for the terminal."""
-        config, table = self.config, Table(title="the plan", show_header=False, title_justify="left")
-        table.add_column(style="bold")
-        table.add_column()
-        dense = self.steps - self.sparse_steps
+        config = self.config
+        dense, sparse = (config.rates_at(0, phase) for phase in ("dense", "sparse"))
+        momentum = f"{dense.momentum:g}"
+        if not config.is_dense and sparse != dense:
+            momentum += f", in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:g} x lr"
         rows = {
             "net": f"{config.dnn}, {self.numel:,} parameters, {self.sparse_numel:,} of them sent sparsely",
             "data": f"{self.utterances:,} utterances to train on, {self.val_utterances:,} to validate with, "
@@ -95,30 +87,25 @@ class Plan:
             "workers": f"{self.workers} on {self.device}, {config.batch_size} utterances each, "
             f"{config.nsteps_update} forward pass{'es' * (config.nsteps_update > 1)} a step",
             "steps": f"{self.steps:,} in {config.max_epochs} epochs of {self.steps_per_epoch}: "
-            f"{dense:,} dense, {self.sparse_steps:,} sparse",
-            "exchange": self._exchange(),
+            f"{self.steps - self.sparse_steps:,} dense, {self.sparse_steps:,} sparse",
+            "exchange": f"a dense step sends {format_bytes(self.dense_bytes)} a worker",
             "learning": f"lr {config.lr:g}, divided by {config.lr_anneal:g} an epoch; "
-            f"momentum {self._momentum()}, clip {config.clip:g} ({config.clip_place})",
+            f"momentum {momentum}, clip {config.clip:g} ({config.clip_place})",
         }
-        for name, text in rows.items():
-            table.add_row(name, text)
-        return table
+        if not config.is_dense:
+            wanted = num_selected(self.sparse_numel, config.density)
+            chosen = f"{config.compressor}, density {config.density:g} ({wanted:,} of {self.sparse_numel:,})"
+            rows["exchange"] = f"{chosen}: {rows['exchange']}, a sparse one about {format_bytes(self.sparse_bytes)}"
+        return table_of("the plan", rows)
 
-    def _momentum(self) -> str:
-        dense, sparse = (self.config.rates_at(0, phase) for phase in ("dense", "sparse"))
-        if self.config.is_dense or sparse == dense:
-            return f"{self.config.momentum:g}"
-        return f"{dense.momentum:g}, in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:g} x lr"
 
-    def _exchange(self) -> str:
-        dense = f"a dense step sends {format_bytes(self.dense_bytes)} a worker"
-        if self.config.is_dense:
-            return dense
-        wanted = num_selected(self.sparse_numel, self.config.density)
-        return (
-            f"{self.config.compressor}, density {self.config.density:g} ({wanted:,} of {self.sparse_numel:,}): "
-            f"{dense}, a sparse one about {format_bytes(self.sparse_bytes)}"
-        )
+def table_of(title: str, rows: dict[str, str]) -> Table:
+    """Return a table for the terminal, of names and texts."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
 
 
 def make_plan(config: Config, workers: int, utterances: int, val_utterances: int, data_dir: Path, device: str) -> Plan:
@@ -126,17 +113,8 @@ def make_plan(config: Config, workers: int, utterances: int, val_utterances: int
     with torch.device("meta"):
         model = make_model(config.dnn)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    dense = [sizes[name] for name in travel_dense(model, config.density)]
-    return Plan(
-        config=config,
-        workers=workers,
-        utterances=utterances,
-        val_utterances=val_utterances,
-        numel=sum(sizes.values()),
-        sparse_numel=sum(sizes.values()) - sum(dense),
-        device=device,
-        data_dir=data_dir,
-    )
+    numel, dense_numel = sum(sizes.values()), sum(sizes[name] for name in travel_dense(model, config.density))
+    return Plan(config, workers, utterances, val_utterances, data_dir, device, numel, numel - dense_numel)
 
 
 def travel_dense(model: nn.Module, density: float) -> list[str]:

@@ -1,10 +1,10 @@
-"""`work`: one worker from its start to its end: join the others, train, leave."""
-
-from __future__ import annotations
+"""The workers of a run: start them on this machine, and be one from its start to its end: join, train, leave."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,44 +13,72 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oktopk.errors import SettingError
+from oktopk.errors import PeerError, SettingError
 from oktopk.telemetry.schema import VERSION
 from oktopk.train import checkpoint, corpus
-from oktopk.train.collectives import all_or_none, lost_peers_named, share
+from oktopk.train.collectives import all_or_none, gather_objects, lost_peers_named
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
-from oktopk.train.dist import Place
+from oktopk.train.dist import HERE, STARTER, STORE, Place
 from oktopk.train.loop import Trainer
 from oktopk.train.plan import Plan, make_plan
-from oktopk.train.recipes import load_recipe
-from oktopk.train.run_logger import RunLogger
-from oktopk.train.rundir import RunDir
-
-COMPARABLE = frozenset(
-    {
-        "compressor", "density", "dense_steps", "ranking", "wire", "sparse_momentum",
-        "data_dir", "device", "threads", "timeout_s", "validate_every", "checkpoint_every", "on_nonfinite",
-    }
-)  # fmt: skip
-"""Settings in which a run may differ from its recipe and still be compared with the recipe's dense reference."""
+from oktopk.train.rundir import RunDir, RunLogger
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
-    """The job of all workers of a run; `run` is None until rank 0 has made the folder."""
+    """The job of all workers of a run."""
 
     config: Config
-    runs: Path
-    name: str
-    run: RunDir | None = None
+    path: Path  # of the run's folder; a new run that finds it taken gets a number
+    is_new: bool = True  # rank 0 has to make the folder
     resume: Path | None = None  # a checkpoint
 
     def folder(self) -> RunDir:
         """Return the run's folder: a new one, or that of a resumed run, with the settings of now."""
-        if self.run is None:
-            return RunDir.create(self.runs, self.name, self.config)
-        self.run.change_config(self.config)
-        return self.run
+        if self.is_new:
+            return RunDir.create(self.path.parent, self.path.name, self.config)
+        run = RunDir(self.path)
+        run.write_config(self.config)
+        return run
+
+
+def start_workers(command: Sequence[str], nproc: int, folder: Path, max_restarts: int, threads: int) -> None:
+    """Run `nproc` workers with torch's elastic launcher until all are done; one that fails ends all, or restarts all.
+
+    They meet through files in `folder` and talk through the loopback: nothing listens to the outside.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    meeting = folder / f".meeting-{os.getpid()}"
+    meeting.mkdir()
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, max_restarts=max_restarts, run_id=folder.name, local_addr=HERE,
+        rdzv_backend="c10d", rdzv_endpoint=str(meeting / "rendezvous"), rdzv_configs={"store_type": "file"},
+        logs_specs=DefaultLogsSpecs(log_dir=str(meeting)),
+    )  # fmt: skip
+    before = dict(os.environ)
+    os.environ |= {  # the launcher hands its own environment to the workers
+        STORE: str(meeting / "store-"),
+        STARTER: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or the launcher would listen on all addresses
+    }
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
+        raise PeerError(f"worker {rank} {how}, and all others were ended; its last words are above") from None
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        raise PeerError(f"{name} ended the run; oktopk train --resume {folder} goes on from a checkpoint") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(meeting, ignore_errors=True)
 
 
 def work(job: Job, place: Place) -> dict[str, Any]:
@@ -58,14 +86,20 @@ def work(job: Job, place: Place) -> dict[str, Any]:
     config = job.config
     device = pick_device(config, place)
     torch.set_num_threads(config.threads or place.num_cores())
-    with _group(place, config.timeout_s, device):
-        all_or_none("preparing the data", lambda: corpus.prepare(config) if place.rank == 0 else None)
-        data = all_or_none("reading the data", lambda: corpus.load(config))
-        corpus.check_enough(config, data, place.size)  # the same on every rank
-        folder = corpus.data_dir_of(config)
-        plan = make_plan(config, place.size, len(data.train), len(data.val), folder, str(device))
-        run = all_or_none("making the run's folder", lambda: job.folder() if place.rank == 0 else None)
-        return _train(job, place, data, plan, share(run))
+    place.join(config.timeout_s, device)
+    try:
+        with lost_peers_named():
+            all_or_none("preparing the data", lambda: corpus.prepare(config) if place.rank == 0 else None)
+            data = all_or_none("reading the data", lambda: corpus.load(config))
+            corpus.check_enough(config, data, place.size)  # the same on every rank
+            folder = corpus.data_dir_of(config)
+            plan = make_plan(config, place.size, len(data.train), len(data.val), folder, str(device))
+            made = all_or_none("making the run's folder", lambda: job.folder() if place.rank == 0 else None)
+            run = gather_objects(made)[0]
+            assert run is not None
+            return _train(job, place, data, plan, run)
+    finally:
+        dist.destroy_process_group()
 
 
 def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
@@ -73,69 +107,35 @@ def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir)
     run_logger.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
     try:
         with lost_peers_named():
-            trainer = Trainer(job.config, place, data, plan, run_logger, console)
-            _open(job, trainer, run, plan)
+            trainer = Trainer(place, data, plan, run_logger, console)
+            restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+            folder = checkpoint.find_last(run) if restarted else job.resume
+            if folder is None:
+                _begin(plan, run_logger, console)
+            else:
+                trainer.resume(folder)
+                console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
             summary = trainer.run()
     except BaseException as error:
         run_logger.failed(f"ended by {type(error).__name__}: {error}")
         raise
     finally:
         run_logger.close()
-    console.out.print(end_table(summary, plan, reference_of(job.config)))
-    console.say(f"everything is in {run.path}\nnext: {_next_command(job.config, run)}")
+    console.out.print(end_table(summary, place.size))
+    console.say(f"everything is in {run.path}\nnext: oktopk report {run.path}")
     return summary
 
 
-def _open(job: Job, trainer: Trainer, run: RunDir, plan: Plan) -> None:
-    """Go on from a checkpoint if there is one, else show the plan and start the records."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    folder = checkpoint.find_last(run) if restarted else job.resume
-    if folder is not None:
-        trainer.resume(folder)
-        trainer.console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
-        return
-    trainer.console.out.print(plan.table())
-    trainer.run_logger.start(
-        version=VERSION,
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        config=vars(job.config),
-        workers=plan.workers,
-        numel=plan.numel,
-        sparse_numel=plan.sparse_numel,
-        steps=plan.steps,
-        planned_sparse_steps=plan.sparse_steps,
-        dense_bytes=plan.dense_bytes,
-    )
+def _begin(plan: Plan, run_logger: RunLogger, console: Console) -> None:
+    """Show the plan, and start the records."""
+    console.out.print(plan.table())
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    planned = {name: getattr(plan, name) for name in ("workers", "numel", "sparse_numel", "steps", "dense_bytes")}
+    planned["planned_sparse_steps"] = plan.sparse_steps
+    run_logger.start(version=VERSION, started=started, config=vars(plan.config), **planned)
     if plan.warning is not None:
-        trainer.run_logger.event("warning", 0, plan.warning)
-        trainer.console.warn(plan.warning)
-
-
-def reference_of(config: Config) -> dict[str, float]:
-    """Return the dense figures of the recipe; empty if this run learns in another way than its recipe."""
-    if not config.recipe:
-        return {}
-    recipe = load_recipe(config.recipe)
-    ours, theirs = vars(config), vars(Config(recipe=config.recipe, **recipe.settings))
-    return recipe.reference if all(ours[name] == theirs[name] for name in ours.keys() - COMPARABLE) else {}
-
-
-def _next_command(config: Config, run: RunDir) -> str:
-    if config.is_dense:
-        return "oktopk train --compressor oktopk    # the same, with a sparse exchange"
-    if config.dataset == "synth-an4":
-        return "oktopk data an4 ARCHIVE --out DIR, then oktopk train --data-dir DIR    # real speech"
-    return f"oktopk train --resume {run.path} --max-epochs {config.max_epochs + 10}    # go on learning"
-
-
-@contextmanager
-def _group(place: Place, timeout_s: float, device: torch.device) -> Iterator[None]:
-    place.join(timeout_s, device)
-    try:
-        with lost_peers_named():
-            yield
-    finally:
-        dist.destroy_process_group()
+        run_logger.event("warning", 0, plan.warning)
+        console.warn(plan.warning)
 
 
 def pick_device(config: Config, place: Place) -> torch.device:

@@ -1,11 +1,10 @@
 """Read and write sound: 16 kHz, one channel, 16 bits. Other sound is refused by name, never converted in silence."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import soundfile
@@ -19,37 +18,34 @@ DECISIVE = 2.0  # factor by which the wrong byte order must be rougher; in AN4 i
 
 ByteOrder = Literal["big", "little"]
 Samples = NDArray[np.int16]
-T = TypeVar("T")
 
 _SPHERE = b"NIST_1A"
 
 
-def read_audio(path: str | Path) -> NDArray[np.float32]:
-    """Return the samples of a 16 kHz mono wav or NIST sphere file, float32 in [-1, 1), or raise a `DataError`."""
-    num_samples(path)
-    samples: NDArray[np.float32] = _opened(path, lambda: soundfile.read(path, dtype="float32"))[0]
-    if not np.isfinite(samples).all():
-        raise DataError("unreadable", path, "holds NaN or Inf; make the file again")
-    return samples
+def read_pcm(path: Path) -> Samples:
+    """Return the samples of a 16 kHz mono wav or NIST sphere file, or raise a `DataError`."""
+    _check_file(path)
+    return decode_pcm(path.read_bytes(), path)
 
 
-def read_pcm(path: str | Path, byte_order: ByteOrder | None = None) -> Samples:
-    """Return the samples of a 16 kHz mono file as int16; `byte_order` is for a file without a header."""
-    _check_exists(path)
-    return decode_pcm(Path(path).read_bytes(), path, byte_order)
+def num_samples(path: Path) -> int:
+    """Return the number of samples of a 16 kHz mono file, from its header alone, or raise a `DataError`."""
+    _check_file(path)
+    with _opened(path, path) as sound:
+        return int(sound.frames)
 
 
 def decode_pcm(data: bytes, name: str | Path, byte_order: ByteOrder | None = None) -> Samples:
     """Return the samples in `data`: wav, NIST sphere, or headerless 16-bit PCM in `byte_order`."""
     if has_header(data):
         _check_sphere_header(data, name)
-        _check(_opened(name, lambda: soundfile.info(io.BytesIO(data))), name)
-        samples: Samples = _opened(name, lambda: soundfile.read(io.BytesIO(data), dtype="int16"))[0]
-        return samples
+        with _opened(io.BytesIO(data), name) as sound:
+            samples: Samples = sound.read(dtype="int16")
+            return samples
+    if not data:
+        raise DataError("empty", name, "has no bytes; make the file again")
     if byte_order is None:
         raise DataError("unreadable", name, "has neither a wav nor a sphere header, and no byte order was given")
-    if not data:
-        raise _no_bytes(name)
     if len(data) % 2:
         raise DataError("unreadable", name, f"is no 16-bit PCM: it has {len(data)} bytes, an odd number")
     return np.frombuffer(data, ">i2" if byte_order == "big" else "<i2").astype(np.int16)
@@ -67,47 +63,52 @@ def detect_byte_order(recordings: list[bytes], name: str | Path) -> ByteOrder:
     """
     big, little = (sum(_roughness(data, order) for data in recordings) for order in (">i2", "<i2"))
     if max(big, little) < DECISIVE * min(big, little) or big == little:
-        raise DataError(
-            "bad corpus",
-            name,
-            f"cannot tell the byte order of its raw audio: neighbouring samples differ by {big:.0f} (big endian) and "
-            f"{little:.0f} (little endian) on the average; is this 16-bit PCM?",
-        )
+        found = f"neighbouring samples differ by {big:.0f} (big endian) and {little:.0f} (little endian)"
+        raise DataError("bad corpus", name, f"cannot tell the byte order of its raw audio: {found}; is it 16-bit PCM?")
     return "big" if big < little else "little"
 
 
-def write_wav(path: str | Path, samples: Samples) -> None:
+def _roughness(data: bytes, dtype: str) -> float:
+    samples = np.frombuffer(data[: len(data) // 2 * 2], dtype).astype(np.int32)
+    return float(np.abs(np.diff(samples)).mean()) if len(samples) > 1 else 0.0
+
+
+def write_wav(path: Path, samples: Samples) -> None:
     """Write int16 samples as a 16 kHz mono wav file."""
     memory = io.BytesIO()
     soundfile.write(memory, samples, RATE_HZ, subtype="PCM_16", format="WAV")
-    Path(path).write_bytes(memory.getbuffer())  # soundfile's own errors do not say that a disk is full
+    path.write_bytes(memory.getbuffer())  # soundfile's own errors do not say that a disk is full
 
 
-def num_samples(path: str | Path) -> int:
-    """Return the number of samples of a 16 kHz mono file, from its header alone, or raise a `DataError`."""
-    _check_exists(path)
-    if Path(path).stat().st_size == 0:
-        raise _no_bytes(path)
-    info = _opened(path, lambda: soundfile.info(path))
-    _check(info, path)
-    return int(info.frames)
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        hint = "paths are relative to the manifest; those of another machine are put right by: oktopk data an4"
+        raise DataError("missing", path, f"there is no such file; {hint} FOLDER --out DIR")
+    if not path.stat().st_size:
+        raise DataError("empty", path, "has no bytes; make the file again")
 
 
-def _check_exists(path: str | Path) -> None:
-    if not Path(path).is_file():
-        raise DataError("missing", path, "there is no such file")
-
-
-def _no_bytes(name: str | Path) -> DataError:
-    return DataError("empty", name, "has no bytes; make the file again")
-
-
-def _opened(name: str | Path, read: Callable[[], T]) -> T:
+@contextmanager
+def _opened(file: Path | io.BytesIO, name: str | Path) -> Iterator[Any]:
     try:
-        return read()
+        with soundfile.SoundFile(file) as sound:
+            _check(sound, name)
+            yield sound
     except (soundfile.LibsndfileError, OSError) as error:
         reason = getattr(error, "error_string", None) or error
         raise DataError("unreadable", name, f"cannot be read as wav or NIST sphere ({reason})") from None
+
+
+def _check(sound: Any, name: str | Path) -> None:
+    if sound.samplerate != RATE_HZ:
+        got = f"wanted {RATE_HZ} Hz, got {sound.samplerate} Hz"
+        raise DataError("wrong rate", name, f"{got}; convert it: sox IN -r {RATE_HZ} OUT")
+    if sound.channels != 1:
+        raise DataError("stereo", name, f"wanted one channel, got {sound.channels}; convert it: sox IN OUT remix -")
+    if sound.frames == 0:
+        raise DataError("empty", name, "has a header and no samples; make the file again")
+    if sound.subtype in ("FLOAT", "DOUBLE"):  # libsndfile would cut [-1, 1] to integers: silence
+        raise DataError("unreadable", name, "wanted 16-bit samples, got floating point; convert it: sox IN -b 16 OUT")
 
 
 def _check_sphere_header(data: bytes, name: str | Path) -> None:
@@ -115,24 +116,5 @@ def _check_sphere_header(data: bytes, name: str | Path) -> None:
     size = data[len(_SPHERE) :].lstrip(b"\r\n")[:8].strip()
     good = size.isdigit() and 0 < int(size) <= len(data) and b"end_head" in data[: int(size)]
     if data.startswith(_SPHERE) and not good:
-        raise DataError(
-            "unreadable",
-            name,
-            f"has a bad NIST header: its size is said to be {size.decode('ascii', 'replace')!r}, wanted a number up to "
-            f"the file's {len(data)} bytes with end_head before it; is the download complete?",
-        )
-
-
-def _check(info: Any, name: str | Path) -> None:
-    if info.samplerate != RATE_HZ:
-        got = f"wanted {RATE_HZ} Hz, got {info.samplerate} Hz"
-        raise DataError("wrong rate", name, f"{got}; convert it: sox IN -r {RATE_HZ} OUT")
-    if info.channels != 1:
-        raise DataError("stereo", name, f"wanted one channel, got {info.channels}; convert it: sox IN OUT remix -")
-    if info.frames == 0:
-        raise DataError("empty", name, "has a header and no samples; make the file again")
-
-
-def _roughness(data: bytes, dtype: str) -> float:
-    samples = np.frombuffer(data[: len(data) // 2 * 2], dtype).astype(np.int32)
-    return float(np.abs(np.diff(samples)).mean()) if len(samples) > 1 else 0.0
+        found = f"its size is said to be {size.decode('ascii', 'replace')!r}, and the file has {len(data)} bytes"
+        raise DataError("unreadable", name, f"has a bad NIST header: {found}; is the download complete?")

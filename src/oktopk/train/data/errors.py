@@ -1,9 +1,4 @@
-"""Errors of the data part, besides the `LabelError` of a text.
-
-OktopkError
-├── DataError      a file, a manifest or a corpus that cannot be trained on     (a ValueError)
-└── SpeechError    the speech engine is not installed, or failed                (a RuntimeError)
-"""
+"""Errors of the data part, besides the `LabelError` of a text."""
 
 from __future__ import annotations
 
@@ -33,9 +28,5 @@ class SpeechError(OktopkError, RuntimeError):
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Return a text of the data for a message: quoted, on one line, and cut after `most` characters.
-
-    >>> shortened("ABCDEF", 3)
-    "'ABC'... (6 characters)"
-    """
+    """Return a text of the data for a message: quoted, on one line, and cut after `most` characters."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text)} characters)"

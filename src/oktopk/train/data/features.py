@@ -1,18 +1,21 @@
 """Features of a recording: the log spectrogram that the recogniser reads, and variations for training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oktopk.errors import InputError, SettingError
+from oktopk.errors import InputError
+from oktopk.train.data.labels import ctc_frames, encode
 
 WINDOW_SAMPLES = 320  # 20 ms
 HOP_SAMPLES = 160  # 10 ms
 BINS = WINDOW_SAMPLES // 2 + 1
+TIME_STRIDE = 2  # the net's first convolution halves the frames
+
+T = TypeVar("T", int, Tensor)
 
 # Below this a spectrogram is constant but for rounding. One count of 16-bit noise lies four powers of ten above it.
 _SILENT_STD = 1e-7
@@ -22,9 +25,6 @@ def spectrogram(samples: Tensor) -> Tensor:
     """Return the log magnitudes of `samples` [n] as [161, 1 + n // 160], with mean 0 and standard deviation 1.
 
     Silence gives zeros. Bin i is centred on i * 50 Hz, frame t on sample t * 160.
-
-    >>> spectrogram(torch.zeros(16_000)).shape
-    torch.Size([161, 101])
     """
     if samples.ndim != 1 or not samples.numel():
         raise InputError(f"a spectrogram wants a row of samples, not shape {list(samples.shape)}: check the recording")
@@ -38,40 +38,29 @@ def spectrogram(samples: Tensor) -> Tensor:
     return (values - mean) / std.clamp_min(_SILENT_STD)
 
 
+def output_frames(frames: T) -> T:
+    """Return the number of frames of the net's output for `frames` of a spectrogram: half of them, rounded up."""
+    return (frames + TIME_STRIDE - 1) // TIME_STRIDE
+
+
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Bounds of the variation of a recording, drawn uniformly each time it is used.
+    """Bounds of the variation of a recording, drawn uniformly each time it is used."""
 
-    speed     factor by which it is played faster; the pitch moves with it
-    gain_db   decibels by which it is amplified
-    """
-
-    speed: tuple[float, float] = (0.85, 1.15)
+    speed: tuple[float, float] = (0.85, 1.15)  # factor by which it is played faster; the pitch moves with it
     gain_db: tuple[float, float] = (-6.0, 8.0)
 
-    def __post_init__(self) -> None:
-        if not 0 < self.speed[0] <= self.speed[1]:
-            raise SettingError(f"speed must be (low, high) with 0 < low <= high, not {self.speed}")
-        if not self.gain_db[0] <= self.gain_db[1]:
-            raise SettingError(f"gain_db must be (low, high) with low <= high, not {self.gain_db}")
-
-    def apply(self, samples: Tensor, generator: torch.Generator, least_samples: int = 1) -> Tensor:
+    def apply(self, samples: Tensor, text: str, generator: torch.Generator) -> Tensor:
         """Return `samples` [n], varied, as [about n / speed]; the same for the same state of `generator`.
 
-        No recording is made shorter than `least_samples`, so that its text still fits. The result is not clipped to
-        [-1, 1], because a spectrogram follows, not a loudspeaker.
+        No recording is made too short for its text. The result is not clipped to [-1, 1], because a spectrogram
+        follows, not a loudspeaker.
         """
-        speed, gain_db = (_uniform(bounds, generator) for bounds in (self.speed, self.gain_db))
-        fastest = max(1.0, samples.numel() / max(1, least_samples))
-        return resampled(samples, min(speed, fastest)) * 10 ** (gain_db / 20)
-
-
-def resampled(samples: Tensor, speed: float) -> Tensor:
-    """Return `samples` as they sound `speed` times as fast, by linear interpolation; at least one sample."""
-    wanted = max(1, round(samples.numel() / speed))
-    return F.interpolate(samples.view(1, 1, -1), size=wanted, mode="linear", align_corners=True).view(-1)
-
-
-def _uniform(bounds: tuple[float, float], generator: torch.Generator) -> float:
-    low, high = bounds
-    return low + (high - low) * torch.rand((), generator=generator, dtype=torch.float64).item()
+        draws: list[float] = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        bounds = (self.speed, self.gain_db)
+        speed, gain_db = (low + (high - low) * draw for (low, high), draw in zip(bounds, draws, strict=True))
+        fewest_samples = HOP_SAMPLES * TIME_STRIDE * (ctc_frames(encode(text)) - 1)
+        fastest = max(1.0, samples.numel() / max(1, fewest_samples))
+        size = max(1, round(samples.numel() / min(speed, fastest)))
+        played = F.interpolate(samples.view(1, 1, -1), size=size, mode="linear", align_corners=True).view(-1)
+        return played * 10 ** (gain_db / 20)

@@ -1,7 +1,5 @@
 """Draw texts: alphanumeric utterances like AN4's (spelled names, numbers, dates, commands), or commands only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Literal
@@ -85,9 +83,8 @@ def _number(random: Random) -> str:
 def _date(random: Random) -> str:
     day, year, month = random.randrange(1, 32), below_hundred(random.randrange(10, 100)), random.randrange(12)
     spoken = f"{MONTHS[month]} {ordinal(day)}"
-    return random.choice(
-        (f"{spoken} NINETEEN {year}", spoken, f"{below_hundred(month + 1)} {below_hundred(day)} {year}")
-    )
+    in_numbers = f"{below_hundred(month + 1)} {below_hundred(day)} {year}"
+    return random.choice((f"{spoken} NINETEEN {year}", spoken, in_numbers))
 
 
 def _entry(random: Random) -> str:

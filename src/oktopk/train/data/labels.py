@@ -1,7 +1,5 @@
 """The 29 labels of the recogniser: the CTC blank, an apostrophe, A to Z, a space."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -14,33 +12,21 @@ _INDEX = {label: index for index, label in enumerate(LABELS) if index != BLANK}
 
 
 class LabelError(OktopkError, ValueError):
-    """A text with characters that no label stands for; `characters` has each of them once."""
-
-    def __init__(self, characters: str) -> None:
-        named = " ".join(map(repr, characters))
-        capitals = " Write it in capitals." if any(c.upper() in _INDEX for c in characters) else ""
-        super().__init__(f"wanted A to Z, apostrophe and space only, found {named}.{capitals}")
-        self.characters = characters
+    """A text with characters that no label stands for."""
 
 
 def encode(text: str) -> list[int]:
-    """Return the index of each character.
-
-    >>> encode("AN'")
-    [2, 15, 1]
-    """
+    """Return the index of each character."""
     unknown = dict.fromkeys(c for c in text if c not in _INDEX)
     if unknown:
-        raise LabelError("".join(unknown))
+        capitals = " Write it in capitals." if any(c.upper() in _INDEX for c in unknown) else ""
+        named = " ".join(map(repr, unknown))
+        raise LabelError(f"wanted A to Z, apostrophe and space only, found {named}.{capitals}")
     return [_INDEX[c] for c in text]
 
 
 def decode(indices: Iterable[int]) -> str:
-    """Return the label of each index, blanks as `_`; repeats stay.
-
-    >>> decode([2, 15, 1])
-    "AN'"
-    """
+    """Return the label of each index, blanks as `_`; repeats stay."""
     return "".join(LABELS[index] for index in indices)
 
 

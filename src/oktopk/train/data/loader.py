@@ -6,7 +6,7 @@ utterance), so that a resumed run sees the same batches as one that never stoppe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from oktopk.errors import SettingError, within
 from oktopk.train.data.audio import FULL_SCALE, read_pcm
-from oktopk.train.data.features import BINS, HOP_SAMPLES, Augmentation, spectrogram
-from oktopk.train.data.labels import ctc_frames, encode
-from oktopk.train.data.manifest import TIME_STRIDE, Utterance
+from oktopk.train.data.features import BINS, Augmentation, spectrogram
+from oktopk.train.data.labels import encode
+from oktopk.train.data.manifest import Utterance
 
+# Memory for recordings or spectrograms, so that the disk is read once. None of them is thrown out: an epoch uses each
+# once, so that the oldest is the one that is wanted next.
 CACHE_BYTES = 1 << 30
 
 # Durations are blurred by up to this part before they are sorted, so that the neighbours differ from epoch to epoch.
@@ -28,20 +30,13 @@ _ORDER, _VARIATION = 1, 2  # purposes of a generator: the same (seed, epoch) mus
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some utterances, ready for the model and the loss.
+    """Some utterances, ready for the model and the loss."""
 
-    inputs           [B, 1, 161, T]: spectrograms, zeros beyond their frames
-    frames           [B]: frames of each that count
-    targets          [sum of target_lengths]: the labels of all texts, one after the other
-    target_lengths   [B]
-    indices          the utterances' places in the corpus
-    """
-
-    inputs: Tensor
-    frames: Tensor
-    targets: Tensor
-    target_lengths: Tensor
-    indices: tuple[int, ...]
+    inputs: Tensor  # [B, 1, 161, T]: spectrograms, zeros beyond their frames
+    frames: Tensor  # [B]: frames of each that count
+    targets: Tensor  # [sum of target_lengths]: the labels of all texts, one after the other
+    target_lengths: Tensor  # [B]
+    indices: tuple[int, ...]  # the utterances' places in the corpus
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with `inputs` and `targets` on `device`; the loss wants the lengths on the CPU."""
@@ -59,7 +54,6 @@ class Batches:
     batch_size     utterances of a step on each rank
     seed           of the order and of the augmentation
     augmentation   how utterances are varied; None leaves them alone
-    cache_bytes    memory for recordings or spectrograms, so that the disk is read once
     """
 
     def __init__(
@@ -72,20 +66,19 @@ class Batches:
         seed: int = 0,
         augmentation: Augmentation | None = None,
         evaluation: bool = False,
-        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        within("batch_size", batch_size, 1)
-        within("world_size", world_size, 1)
-        within("rank", rank, 0, world_size - 1)
-        within("seed", seed, 0)
-        if evaluation and augmentation is not None:
-            raise SettingError("an evaluation wants the recordings as they are: leave the augmentation out")
-        _check_enough(len(utterances), batch_size, world_size, evaluation)
-        self.utterances = list(utterances)
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        each = 1 if evaluation else batch_size
+        if len(utterances) < each * world_size:
+            wanted = (
+                f"{'the validation' if evaluation else 'a step'} takes {each} of the utterances on each of {world_size}"
+            )
+            found = f"workers, {each * world_size} in all, and there are {len(utterances)}"
+            raise SettingError(f"{wanted} {found}: use a smaller batch size, fewer workers or more data")
+        self.utterances, self.batch_size, self.rank, self.world_size = utterances, batch_size, rank, world_size
         self.seed, self.augmentation, self.evaluation = seed, augmentation, evaluation
         self._durations = torch.tensor([utterance.duration_s for utterance in utterances], dtype=torch.float64)
-        self._cache = _Cache(cache_bytes)
+        self._cache: dict[int, Tensor] = {}
+        self._cache_left_bytes = CACHE_BYTES
 
     def __len__(self) -> int:
         """Return the steps of an epoch on this rank."""
@@ -108,7 +101,6 @@ class Batches:
         Each is made when it is asked for: a thread that makes the next one ahead gains nothing where every core has
         a worker (0.144 s a step with it, 0.140 without; two workers, two cores).
         """
-        within("epoch", epoch, 0)
         within("start_step", start_step, 0, len(self))
         return (self._batch(epoch, indices) for indices in self.plan(epoch)[start_step:])
 
@@ -140,53 +132,18 @@ class Batches:
 
     def _spectrogram(self, epoch: int, index: int) -> Tensor:
         """Return an utterance's spectrogram in an epoch; the cache holds that, or the samples where they vary."""
-        utterance = self.utterances[index]
-        if self.augmentation is None:
-            return self._cache.get(index, lambda: spectrogram(_floats(_read(utterance))))
-        samples = _floats(self._cache.get(index, lambda: _read(utterance)))
-        fewest = HOP_SAMPLES * TIME_STRIDE * (ctc_frames(encode(utterance.text)) - 1)  # that can spell the text
-        return spectrogram(self.augmentation.apply(samples, _generator(_VARIATION, self.seed, epoch, index), fewest))
-
-
-def _check_enough(total: int, batch_size: int, world_size: int, evaluation: bool) -> None:
-    if evaluation and total < world_size:
-        raise SettingError(
-            f"there are {total} utterances to evaluate for {world_size} workers, which wants one each: "
-            "use fewer workers or more data"
-        )
-    if not evaluation and total < batch_size * world_size:
-        raise SettingError(
-            f"a step takes {batch_size} utterances on each of {world_size} workers, {batch_size * world_size} in all, "
-            f"and there are {total}: use a smaller batch size, fewer workers or more data"
-        )
-
-
-def _read(utterance: Utterance) -> Tensor:
-    return torch.from_numpy(read_pcm(utterance.wav))
-
-
-def _floats(samples: Tensor) -> Tensor:
-    return samples.float() / FULL_SCALE
-
-
-class _Cache:
-    """Tensors by key, up to a number of bytes.
-
-    None is thrown out: an epoch uses each once, so that the oldest is the one that is wanted next.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._left_bytes = limit_bytes
-        self._tensors: dict[int, Tensor] = {}
-
-    def get(self, key: int, make: Callable[[], Tensor]) -> Tensor:
-        if key in self._tensors:
-            return self._tensors[key]
-        made = make()
-        if made.nbytes <= self._left_bytes:
-            self._left_bytes -= made.nbytes
-            self._tensors[key] = made
-        return made
+        utterance, augmentation = self.utterances[index], self.augmentation
+        kept = self._cache.get(index)
+        if kept is None:
+            samples = torch.from_numpy(read_pcm(utterance.wav))
+            kept = samples if augmentation else spectrogram(samples.float() / FULL_SCALE)
+            if kept.nbytes <= self._cache_left_bytes:
+                self._cache_left_bytes -= kept.nbytes
+                self._cache[index] = kept
+        if augmentation is None:
+            return kept
+        generator = _generator(_VARIATION, self.seed, epoch, index)
+        return spectrogram(augmentation.apply(kept.float() / FULL_SCALE, utterance.text, generator))
 
 
 def _generator(*words: int) -> torch.Generator:

@@ -1,38 +1,37 @@
 """Make speech like AN4's offline, for training without a corpus and for tests of the whole chain.
 
 eSpeak NG speaks (`speak.py`, one child process for each speaker), in many voices and accents, each with its own rate
-and pitch. The voices of `train` and `val` have nothing in common. The bytes depend on the settings alone: not on the
-run, the number of jobs or the threads of a BLAS library.
+and pitch. The voices of `train` and `val` have nothing in common. The bytes depend on the settings alone, not on the
+number of jobs or the threads of a BLAS library.
 """
-
-from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
+from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
+from math import gcd
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from oktopk.errors import one_of, within
 from oktopk.train.data import speak
 from oktopk.train.data.audio import FULL_SCALE, RATE_HZ, Samples
 from oktopk.train.data.errors import DataError, SpeechError
-from oktopk.train.data.folder import MANIFESTS, PARTS, STAMP, add_utterance, held, replaced, write_manifests
-from oktopk.train.data.grammar import KINDS, Grammar, say
-from oktopk.train.data.progress import tracked
-from oktopk.train.data.resample import resample
+from oktopk.train.data.grammar import Grammar, say
+from oktopk.train.data.manifest import MANIFESTS, PARTS, STAMP, add_utterance, held, replaced, tracked
 
 VERSION = 1  # of the synthesis: a folder of another version holds other samples and is made again
+SEED = 0  # of voices, texts and noise
 
 ACCENTS = ("en-us", "en-us-nyc", "en-029", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbclan", "en-gb-x-gbcwmd")
 
@@ -45,7 +44,7 @@ VARIANTS = (
 ).split()
 
 UTTERANCES_A_SPEAKER = 8
-VAL_PART, LEAST_VAL = 8, 16  # an eighth of the voices, and by default of the utterances, is for validation
+VAL_PART = 8  # an eighth of the voices is for validation
 
 RATE_WPM = (100, 165)
 PITCH = (25, 75)
@@ -59,94 +58,53 @@ DULLNESS = (1, 6)  # samples over which the noise is averaged: 1 hisses, 6 hums
 CHILD_TIMEOUT_S = 300.0
 ENGINE = "espeakng_loader"
 
+# Of the filter that resamples. From 22,050 to 16,000 Hz its transition band is 6.4 to 8.8 kHz.
+ZERO_CROSSINGS = 16  # of the sinc, on each side
+ROLL_OFF = 0.95  # cut-off as a part of the lower rate's Nyquist frequency; frequencies above that fold back
+KAISER_BETA = 8.0  # of the window: side lobes near -80 dB, below the noise of 16 bits
 
-@dataclass(frozen=True)
-class Made:
-    """Result of `make_speech`; `cached` if the speech was in `out` already."""
-
-    out: Path
-    utterances: int
-    val_utterances: int
-    cached: bool
+Signal = NDArray[np.float32]
 
 
 def make_speech(
-    out: str | Path,
-    utterances: int = 948,
-    seed: int = 0,
-    val_utterances: int | None = None,
-    jobs: int | None = None,
-    grammar: Grammar = "an4",
-) -> Made:
-    """Make `utterances` to train on and `val_utterances` to validate with in `out`.
+    out: Path, utterances: int, val_utterances: int, grammar: Grammar = "an4", jobs: int | None = None
+) -> bool:
+    """Make `utterances` to train on and `val_utterances` to validate with in `out`; return whether it had to be done.
 
-    By default `val_utterances` is an eighth, at least 16, and `jobs` the number of cores. Speech of the same settings
-    in `out` is kept, and speech of other settings replaced; real recordings are never replaced.
+    Speech of the same settings in `out` is kept, and speech of other settings replaced; real recordings are never
+    replaced. `jobs` is the number of cores by default.
     """
-    out, settings = Path(out), _settings(utterances, seed, val_utterances, grammar)
-    jobs = int(within("jobs", _num_cores() if jobs is None else jobs, 1))
-    cached = _stamp_of(out) == settings and all((out / name).exists() for name in MANIFESTS)
-    if not cached:
-        if held(out) and not (out / STAMP).exists():
-            there = ", ".join(held(out))
-            raise DataError("bad corpus", out, f"has {there}, not made by synth-an4; choose another folder for this")
-        if find_spec(ENGINE) is None:
-            raise SpeechError('speech is made by the package espeakng-loader: pip install "oktopk[synth]"')
-        _make(out, settings, jobs)
-    return Made(out, settings.utterances, settings.val_utterances, cached)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    version: int
-    utterances: int
-    val_utterances: int
-    seed: int
-    grammar: Grammar
-
-    def size(self, part: str) -> int:
-        return self.utterances if part == "train" else self.val_utterances
-
-
-def _settings(utterances: int, seed: int, val_utterances: int | None, grammar: str) -> _Settings:
-    within("utterances", utterances, 1)
-    val = max(LEAST_VAL, round(utterances / VAL_PART)) if val_utterances is None else val_utterances
-    within("val_utterances", val, 1)
-    within("seed", seed, 0)
-    return _Settings(VERSION, utterances, val, seed, cast(Grammar, one_of("grammar", grammar, KINDS)))
+    sizes = {"utterances": utterances, "val_utterances": val_utterances}
+    settings = {"version": VERSION, **sizes, "seed": SEED, "grammar": grammar}
+    if _settings_of(out) == settings and all((out / name).exists() for name in MANIFESTS):
+        return False
+    if held(out) and not (out / STAMP).exists():
+        there = ", ".join(held(out))
+        raise DataError("bad corpus", out, f"has {there}, not made by synth-an4; choose another folder for this")
+    if find_spec(ENGINE) is None:
+        raise SpeechError('speech is made by the package espeakng-loader: pip install "oktopk[synth]"')
+    speakers = speakers_of("train", utterances) + speakers_of("val", val_utterances)
+    # Threads: the engine is a child, and numpy releases the interpreter.
+    with replaced(out) as folder, ThreadPoolExecutor(jobs or _num_cores()) as pool:
+        futures = [pool.submit(_record, folder, speaker, grammar) for speaker in speakers]
+        try:
+            for future in tracked(as_completed(futures), "speaking", len(futures)):
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+        (folder / STAMP).write_text(json.dumps({"settings": settings}, indent=2) + "\n", encoding="utf-8")
+    return True
 
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _stamp_of(out: Path) -> _Settings | None:
+def _settings_of(out: Path) -> Any:
     try:
-        return _Settings(**json.loads((out / STAMP).read_text(encoding="utf-8"))["settings"])
+        return json.loads((out / STAMP).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # missing, of another version, or spoilt: the speech is made again
-
-
-def _make(out: Path, settings: _Settings, jobs: int) -> None:
-    speakers = [speaker for part in PARTS for speaker in speakers_of(part, settings.size(part), settings.seed)]
-    with replaced(out) as folder:
-        with ThreadPoolExecutor(jobs) as pool:  # threads: the engine is a child, and numpy releases the interpreter
-            futures = [pool.submit(_record, folder, speaker, settings) for speaker in speakers]
-            try:
-                for future in tracked(as_completed(futures), "speaking", len(futures)):
-                    future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-        write_manifests(folder, {part: [_name(part, i) for i in range(settings.size(part))] for part in PARTS})
-        stamp = {"settings": asdict(settings), "engine": _engine_version()}
-        (folder / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-
-
-def _engine_version() -> str:
-    try:
-        return f"espeakng-loader {version('espeakng-loader')}"
-    except PackageNotFoundError:
-        return "unknown"
+        return None  # missing or spoilt: the speech is made again
 
 
 @dataclass(frozen=True)
@@ -161,47 +119,36 @@ class Speaker:
     utterances: range
 
 
-def speakers_of(part: str, utterances: int, seed: int) -> list[Speaker]:
+def speakers_of(part: str, utterances: int) -> list[Speaker]:
     """Return the speakers of a part; no voice variant speaks in both parts."""
-    voices, all_ = _voices(part, seed), range(utterances)
-    starts = all_[::UTTERANCES_A_SPEAKER]
-    return [
-        _speaker(part, voices[i % len(voices)], all_[start : start + UTTERANCES_A_SPEAKER], seed)
-        for i, start in enumerate(starts)
-    ]
-
-
-def _voices(part: str, seed: int) -> list[str]:
-    variants = _random(seed, "variants").sample(VARIANTS, len(VARIANTS))
+    variants = _random("variants").sample(VARIANTS, len(VARIANTS))
     num_val = len(VARIANTS) // VAL_PART
     chosen = variants[:num_val] if part == "val" else variants[num_val:]
     voices = [f"{accent}+{variant}" for accent, variant in product(ACCENTS, chosen)]
-    return _random(seed, f"voices {part}").sample(voices, len(voices))
+    voices = _random(f"voices {part}").sample(voices, len(voices))
+    speakers = []
+    for i, start in enumerate(range(0, utterances, UTTERANCES_A_SPEAKER)):
+        random, voice = _random(f"speaker {part} {start}"), voices[i % len(voices)]
+        way = random.randint(*RATE_WPM), random.randint(*PITCH), random.randint(*RANGE)
+        speakers.append(Speaker(part, voice, *way, range(start, min(start + UTTERANCES_A_SPEAKER, utterances))))
+    return speakers
 
 
-def _speaker(part: str, voice: str, utterances: range, seed: int) -> Speaker:
-    random = _random(seed, f"speaker {part} {utterances.start}")
-    return Speaker(part, voice, random.randint(*RATE_WPM), random.randint(*PITCH), random.randint(*RANGE), utterances)
-
-
-def _random(seed: int, purpose: str) -> Random:
+def _random(purpose: str) -> Random:
     """Return a generator for one purpose, so that no draw depends on those before it."""
-    return Random(f"{VERSION} {seed} {purpose}")
+    return Random(f"{VERSION} {SEED} {purpose}")
 
 
-def _name(part: str, i: int) -> str:
-    return f"{part}{i:05d}"
-
-
-def _record(folder: Path, speaker: Speaker, settings: _Settings) -> None:
+def _record(folder: Path, speaker: Speaker, grammar: Grammar) -> None:
     """Write the recordings of a speaker."""
-    part, randoms = speaker.part, [_random(settings.seed, _name(speaker.part, i)) for i in speaker.utterances]
-    texts = [say(settings.grammar, random) for random in randoms]
+    names = [f"{speaker.part}{i:05d}" for i in speaker.utterances]
+    randoms = [_random(name) for name in names]
+    texts = [say(grammar, random) for random in randoms]
     lines = [_line(speaker, text, random) for text, random in zip(texts, randoms, strict=True)]
     rate_hz, spoken = _speak(speaker.voice, lines)
-    for i, text, samples in zip(speaker.utterances, texts, spoken, strict=True):
-        noise = np.random.Generator(np.random.PCG64([VERSION, settings.seed, PARTS.index(part), i]))
-        add_utterance(folder, part, _name(part, i), _as_recorded(resample(samples, rate_hz, RATE_HZ), noise), text)
+    for i, name, text, samples in zip(speaker.utterances, names, texts, spoken, strict=True):
+        noise = np.random.Generator(np.random.PCG64([VERSION, SEED, PARTS.index(speaker.part), i]))
+        add_utterance(folder, speaker.part, name, _as_recorded(resample(samples, rate_hz, RATE_HZ), noise), text)
 
 
 def _line(speaker: Speaker, text: str, random: Random) -> dict[str, Any]:
@@ -223,7 +170,7 @@ def spoken_form(text: str) -> str:
     return " ".join("[[eI]]" if word == "A" else word.lower() for word in text.split())
 
 
-def _speak(voice: str, lines: list[dict[str, Any]]) -> tuple[int, list[NDArray[np.float32]]]:
+def _speak(voice: str, lines: list[dict[str, Any]]) -> tuple[int, list[Signal]]:
     """Return the engine's sample rate and the samples of each line, from a child process."""
     request = json.dumps({"voice": voice, "lines": lines}).encode()
     command = [sys.executable, speak.__file__]
@@ -234,33 +181,58 @@ def _speak(voice: str, lines: list[dict[str, Any]]) -> tuple[int, list[NDArray[n
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise SpeechError(f"the speech engine failed for voice {voice}: {said[-1] if said else done.returncode}")
-    spoken, at = [], 4
-    for line in lines:
-        end = at + 4 + 2 * int.from_bytes(done.stdout[at : at + 4], sys.byteorder)
-        samples = np.frombuffer(done.stdout[at + 4 : end], np.int16)
-        if not samples.any():
+    answer, spoken = json.loads(done.stdout), []
+    for line, samples in zip(lines, answer["spoken"], strict=True):
+        spoken.append(np.frombuffer(b64decode(samples), np.int16).astype(np.float32) / np.float32(FULL_SCALE))
+        if not spoken[-1].any():
             raise SpeechError(f"the speech engine said nothing for {line['say']!r} with voice {voice}")
-        spoken.append(samples.astype(np.float32) / np.float32(FULL_SCALE))
-        at = end
-    return int.from_bytes(done.stdout[:4], sys.byteorder), spoken
+    return answer["rate_hz"], spoken
 
 
-def _as_recorded(speech: NDArray[np.float32], random: np.random.Generator) -> Samples:
+def resample(signal: Signal, from_hz: int, to_hz: int) -> Signal:
+    """Return `signal` at another rate, by a windowed sinc, one filter for each phase.
+
+    Products are added tap by tap, elementwise: a matrix product would leave the order of the sum to the BLAS library,
+    which chooses it by the number of its threads.
+    """
+    up, down = to_hz // gcd(from_hz, to_hz), from_hz // gcd(from_hz, to_hz)
+    filters, starts = _phases(up, down)
+    num_taps = filters.shape[1]
+    num_out = -(-len(signal) * up // down)
+    num_blocks = -(-num_out // up)  # a block: `down` samples in, `up` samples out
+    before = num_taps // 2 - 1
+    padded = np.zeros(num_blocks * down + num_taps + before, np.float32)
+    padded[before : before + len(signal)] = signal
+    windows = sliding_window_view(padded, down + num_taps)[::down][:num_blocks]
+    rows = np.ascontiguousarray(windows.T)  # row i is the i-th input of every block
+    out = np.zeros((up, num_blocks), np.float32)
+    for tap in range(num_taps):
+        out += filters[:, tap, None] * rows[starts + tap]
+    return np.ascontiguousarray(out.T).reshape(-1)[:num_out]
+
+
+@lru_cache(maxsize=4)
+def _phases(up: int, down: int) -> tuple[Signal, NDArray[np.intp]]:
+    """Return the filter of each of `up` phases, and where in a block's input it begins."""
+    cutoff = ROLL_OFF * min(1.0, up / down)
+    half = int(np.ceil(ZERO_CROSSINGS / cutoff))
+    middle = np.arange(up) * down / up
+    starts = np.floor(middle).astype(np.intp)
+    distance = np.arange(-half + 1, half + 1)[None, :] - (middle - starts)[:, None]
+    window = np.i0(KAISER_BETA * np.sqrt(np.clip(1 - (distance / half) ** 2, 0, None))) / np.i0(KAISER_BETA)
+    filters = cutoff * np.sinc(cutoff * distance) * window
+    return (filters / filters.sum(axis=1, keepdims=True)).astype(np.float32), starts
+
+
+def _as_recorded(speech: Signal, random: np.random.Generator) -> Samples:
     """Return the speech as from a microphone: at another level, with silence around the words and noise under them."""
     level = 10 ** (random.uniform(*LEVEL_DB) / 20)
     speech = speech * np.float32(level / np.abs(speech).max())
     loudness = float(np.sqrt(np.mean(speech.astype(np.float64) ** 2)))
     before, after = (int(random.uniform(*SILENCE_S) * RATE_HZ) for _ in range(2))
     signal = np.pad(speech, (before, after)).astype(np.float64)
-    signal += _noise(len(signal), random) * loudness * 10 ** (-random.uniform(*SNR_DB) / 20)
-    return np.rint(np.clip(signal, -1, 1) * (FULL_SCALE - 1)).astype(np.int16)
-
-
-def _noise(num_samples: int, random: np.random.Generator) -> NDArray[np.float64]:
-    """Return noise of standard deviation 1, more or less dull."""
     width = int(random.integers(DULLNESS[0], DULLNESS[1] + 1))
-    white = random.standard_normal(num_samples + width - 1)
-    noise: NDArray[np.float64] = np.zeros(num_samples)
-    for shift in range(width):
-        noise += white[shift : shift + num_samples]
-    return noise / float(np.sqrt(width))
+    white = random.standard_normal(len(signal) + width - 1)
+    noise = sliding_window_view(white, width).sum(axis=1) / np.sqrt(width)
+    signal += noise * loudness * 10 ** (-random.uniform(*SNR_DB) / 20)
+    return np.rint(np.clip(signal, -1, 1) * (FULL_SCALE - 1)).astype(np.int16)

@@ -1,21 +1,16 @@
 """The models that `oktopk train` knows by name."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from functools import partial
 
 from torch import nn
 
 from oktopk.errors import one_of
-from oktopk.train.models.lstman4 import LSTMAN4, LSTMAN4_SMALL, SpeechRecogniser
+from oktopk.train.models.lstman4 import SpeechRecogniser
 
-__all__ = ["MODELS", "make_model"]
-
-MODELS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
-    {
-        "lstman4": lambda: SpeechRecogniser(LSTMAN4),
-        "lstman4-small": lambda: SpeechRecogniser(LSTMAN4_SMALL),
-    }
-)
+MODELS = {
+    "lstman4": partial(SpeechRecogniser, channels=(32, 32), hidden=800, layers=5, lookahead=21),
+    "lstman4-small": partial(SpeechRecogniser, channels=(8, 8), hidden=160, layers=2, bidirectional=True),
+}
 
 
 def make_model(name: str) -> nn.Module:

@@ -8,68 +8,36 @@ wherever a layer looks at other frames than its own. Sequences are padded, not p
 times as fast.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oktopk.errors import InputError, SettingError
-from oktopk.train.data.features import BINS
+from oktopk.errors import InputError
+from oktopk.train.data.features import BINS, output_frames
 from oktopk.train.data.labels import LABELS
 
 _CEILING = 20.0  # of the clipped ReLU, from the paper
-
-T = TypeVar("T", int, Tensor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecogniserSettings:
-    """The sizes of a `SpeechRecogniser`.
-
-    channels           of the first and of the second convolution
-    hidden             units of an LSTM layer, in each direction
-    layers             LSTM layers
-    bidirectional      each layer also hears the utterance backwards, and the two directions are summed
-    lookahead_frames   frames that the lookahead convolution sees, the current one included; 0 leaves it out
-    """
-
-    channels: tuple[int, int]
-    hidden: int
-    layers: int
-    bidirectional: bool = False
-    lookahead_frames: int = 0
-
-    def __post_init__(self) -> None:
-        if min(*self.channels, self.hidden, self.layers) < 1 or self.lookahead_frames < 0:
-            raise SettingError(f"channels, hidden and layers must be at least 1 and lookahead_frames 0; this is {self}")
-
-
-LSTMAN4 = RecogniserSettings(channels=(32, 32), hidden=800, layers=5, lookahead_frames=21)
-LSTMAN4_SMALL = RecogniserSettings(channels=(8, 8), hidden=160, layers=2, bidirectional=True)
 
 
 class SpeechRecogniser(nn.Module):
     """Spectrograms to the log-probabilities of characters, for CTC.
 
-    >>> model = SpeechRecogniser(LSTMAN4_SMALL).eval()
-    >>> log_probs, output_frames = model(torch.zeros(2, 1, 161, 100), torch.tensor([100, 61]))
-    >>> log_probs.shape, output_frames
-    (torch.Size([50, 2, 29]), tensor([50, 31]))
+    channels        of the first and of the second convolution
+    hidden          units of an LSTM layer, in each direction
+    layers          LSTM layers
+    bidirectional   each layer also hears the utterance backwards, and the two directions are summed
+    lookahead       frames that the lookahead convolution sees, the current one included; 0 leaves it out
     """
 
-    def __init__(self, settings: RecogniserSettings) -> None:
+    def __init__(
+        self, channels: tuple[int, int], hidden: int, layers: int, bidirectional: bool = False, lookahead: int = 0
+    ) -> None:
         super().__init__()
-        self.settings = settings
-        hidden = settings.hidden
-        self.convolutions = _Convolutions(settings.channels)
-        widths = [self.convolutions.features] + [hidden] * (settings.layers - 1)
-        self.recurrent = nn.ModuleList(_Recurrent(width, hidden, settings.bidirectional) for width in widths)
+        self.convolutions = _Convolutions(*channels)
+        widths = [self.convolutions.features] + [hidden] * (layers - 1)
+        self.recurrent = nn.ModuleList(_Recurrent(width, hidden, bidirectional) for width in widths)
         self.between = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in widths[1:])
-        self.lookahead = _Lookahead(hidden, settings.lookahead_frames) if settings.lookahead_frames else None
+        self.lookahead = _Lookahead(hidden, lookahead) if lookahead else None
         self.last_norm = nn.BatchNorm1d(hidden)
         self.characters = nn.Linear(hidden, len(LABELS), bias=False)
 
@@ -79,7 +47,11 @@ class SpeechRecogniser(nn.Module):
         `inputs` [B, 1, 161, T]: spectrograms, with anything beyond `frames` [B] of them. T' = ceil(T / 2).
         The result's frames are on the device of `frames`: on the CPU, reading them does not wait for the GPU.
         """
-        _check(inputs, frames)
+        if inputs.ndim != 4 or inputs.shape[1:3] != (1, BINS) or frames.shape != inputs.shape[:1]:
+            raise InputError(
+                f"the recogniser wants inputs [B, 1, {BINS}, T] and frames [B], not {list(inputs.shape)} and "
+                f"{list(frames.shape)}: take both from one Batch"
+            )
         x, lengths = self.convolutions(inputs, frames.to(inputs.device))
         valid = _valid(lengths, x.shape[0]).t().unsqueeze(2)  # [T', B, 1]
         for i, layer in enumerate(self.recurrent):
@@ -91,25 +63,11 @@ class SpeechRecogniser(nn.Module):
         return logits.float().log_softmax(-1), output_frames(frames)
 
 
-def output_frames(frames: T) -> T:
-    """Return the number of frames of the output for `frames` of the input: half of them, rounded up."""
-    return (frames + 1) // 2
-
-
-def _check(inputs: Tensor, frames: Tensor) -> None:
-    if inputs.ndim != 4 or inputs.shape[1:3] != (1, BINS) or frames.shape != inputs.shape[:1]:
-        raise InputError(
-            f"the recogniser wants inputs [B, 1, {BINS}, T] and frames [B], not {list(inputs.shape)} and "
-            f"{list(frames.shape)}: take both from one Batch"
-        )
-
-
 class _Convolutions(nn.Module):
     """Spectrograms [B, 1, 161, T] to features [T', B, features], and the frames of each that count."""
 
-    def __init__(self, channels: tuple[int, int]) -> None:
+    def __init__(self, first: int, second: int) -> None:
         super().__init__()
-        first, second = channels
         self.first = nn.Conv2d(1, first, (41, 11), stride=(2, 2), padding=(20, 5))
         self.first_norm = nn.BatchNorm2d(first)
         self.second = nn.Conv2d(first, second, (21, 11), stride=(2, 1), padding=(10, 5))

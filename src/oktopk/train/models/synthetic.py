@@ -1,16 +1,14 @@
 """The recognisers with synthetic batches, for `oktopk bench step`: noise as long as an AN4 utterance, and letters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from oktopk.train.ctc import ctc_loss
 from oktopk.train.data.features import BINS
 from oktopk.train.data.labels import LABELS
 from oktopk.train.models import make_model
-from oktopk.train.models.ctc import ctc_loss
 
 FRAMES, LETTERS = 300, 15  # of an utterance of 3 seconds
 

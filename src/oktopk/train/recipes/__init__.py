@@ -1,9 +1,7 @@
 """Recipes: tuned settings, in one TOML file for each workload."""
 
-from __future__ import annotations
-
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -21,19 +19,12 @@ OF_NET = {"lstman4": "lstman4", "lstman4-small": DEFAULT}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named set of settings.
-
-    about       its purpose, in a line
-    settings    values of `Config`
-    nproc       default number of workers
-    reference   measured figures of the same run with the dense compressor: {"wer": ..., "train_loss": ...}
-    """
+    """A named set of settings."""
 
     name: str
-    about: str
-    settings: dict[str, Any]
-    nproc: int = 1
-    reference: dict[str, float] = field(default_factory=dict)
+    about: str  # in a line
+    settings: dict[str, Any]  # values of `Config`
+    nproc: int = 1  # default number of workers
 
 
 def recipe_names() -> list[str]:

@@ -1,0 +1,44 @@
+"""Agreement: all ranks are about to do the same, or all are told in which setting they differ."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from oktopk.comm.base import Comm
+from oktopk.errors import MalformedError, MismatchError
+
+MOST_BYTES = 1 << 24
+"""Maximum length of a rank's settings, because room is made for what a rank announces."""
+
+
+def gather_settings(mine: Mapping[str, Any], comm: Comm, device: torch.device) -> list[dict[str, Any]]:
+    """Return the settings of every rank, in rank order. They travel as JSON."""
+    text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=device)
+    lengths = comm.all_gather(torch.tensor([len(text)], device=device)).flatten().tolist()
+    for rank, length in enumerate(lengths):
+        if not 0 < length <= MOST_BYTES:
+            raise MalformedError(f"it announces settings of {length} bytes, where 1 to {MOST_BYTES} are possible", rank)
+    padded = text.new_zeros(max(lengths))
+    padded[: len(text)] = text
+    rows = comm.all_gather(padded).cpu()
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def check_same(every: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a `MismatchError` that names the first setting in which a rank differs from rank 0, and both values."""
+    for name, first in every[0].items():
+        for rank, settings in enumerate(every):
+            if settings[name] != first:
+                ours, theirs = _difference(first, settings[name])
+                said = f"rank 0 has {ours}, rank {rank} has {theirs}"
+                raise MismatchError(f"the ranks disagree on {name}: {said}. Give every rank the same")
+
+
+def _difference(first: Any, other: Any) -> tuple[Any, Any]:
+    """Return the two values, or the first items in which two lists differ."""
+    if isinstance(first, list) and isinstance(other, list):
+        return next(pair for pair in zip_longest(first, other, fillvalue="nothing there") if pair[0] != pair[1])
+    return first, other
