@@ -22,7 +22,7 @@ from benchmarks import netlab as commands
 from oktopk.bench import netlab
 from oktopk.bench.netlab import Lab, LabError, sent_bytes
 from oktopk.bench.processes import run_processes
-from oktopk.errors import PeerError, SettingError
+from oktopk.errors import SettingError
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 50
@@ -221,12 +221,3 @@ def test_a_setting_that_cannot_be_is_refused(setting: str, value: float, capsys:
     if setting != "hosts":
         with pytest.raises(SettingError, match=said):
             run_processes(print, 2, **{setting: value})
-
-
-def kill_oneself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_rank_that_is_killed_is_named() -> None:
-    with pytest.raises(PeerError, match=r"rank \d was killed, most likely for want of memory"):
-        run_processes(kill_oneself, 1)

@@ -1,5 +1,6 @@
 """gloo processes on this machine, over the loopback or each on a host of its own, and the settings that name these."""
 
+import gc
 import json
 import tempfile
 import time
@@ -113,10 +114,13 @@ def _wait(context: ProcessContext, lab: Lab | None, show: Callable[[], None]) ->
                 advice = "ask for fewer rounds, methods or elements"
                 raise PeerError(f"the ranks did not end within {DEADLINE_S:g} s: {advice}")
     except ProcessExitedException as error:
-        if error.signal_name != "SIGKILL":
-            raise
         advice = "most likely for want of memory: ask for fewer ranks, methods or elements"
-        raise PeerError(f"rank {error.error_index} was killed, {advice}") from None
+        by = (
+            f"killed, {advice}"
+            if error.signal_name == "SIGKILL"
+            else f"ended by {error.signal_name or error.exit_code}"
+        )
+        raise PeerError(f"rank {error.error_index} was {by}") from None
 
 
 def _process(rank: int, size: int, folder: str, fn: Callable[..., Any], args: Any, hosts: list[Host] | None) -> None:
@@ -128,6 +132,9 @@ def _process(rank: int, size: int, folder: str, fn: Callable[..., Any], args: An
     try:
         result = fn(*args)
     finally:
+        # A DDP sits in reference cycles, and its PowerSGD hook hands Python objects to gloo's threads. Threads that
+        # outlive the group abort the process at exit, so the group must have no other owner here.
+        gc.collect()
         dist.destroy_process_group()
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(result))
 
