@@ -41,6 +41,9 @@ def test_dry_run_says_what_would_be_and_writes_nothing(tmp_path):
     assert "a dense step sends 4.25 MB a worker, a sparse one about" in output
     assert f"would write {tmp_path / 'runs'}" in output
     assert "WARNING" not in output
+    dense = succeed("--dry-run --compressor dense --nproc 2 --runs", tmp_path / "runs")
+    assert "sparse" not in dense
+    assert "one worker has nobody to exchange" in succeed("--dry-run --nproc 1 --runs", tmp_path / "runs")
     assert "WARNING no step will be sparse" in succeed("--dry-run --max-epochs 1 --nproc 2 --runs", tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 
@@ -58,13 +61,14 @@ def test_a_run_from_the_command_line(tmp_path, speech):
     """In this process, where every warning is an error."""
     run = tmp_path / "a"
     small = "--name a --nproc 1 --batch-size 4 --max-epochs 1 --dense-steps 2 --set threads=1 --set device=cpu"
-    output = succeed(f"{small} --set max_steps=4 --runs {tmp_path} --data-dir", speech)
+    output = succeed(f"{small} --max-steps 4 --runs {tmp_path} --data-dir", speech)
     assert "compression was active on 2 of 4 steps" in output
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert RunDir.open(run).load_config().lr == 0.01  # of the recipe
     for name in ("config.json", "versions.json", "metrics.jsonl", "logs/rank0.log", "tensorboard", "checkpoints/last"):
         assert (run / name).exists()
-    assert "going on from" in succeed("--max-epochs 1 --set max_steps=6 --resume", run)
+    (longer,) = re.findall(r"oktopk train (--resume .* --max-steps 8) ", output)
+    assert "going on from" in succeed(longer.replace("8", "6"))
     assert json.loads((run / "summary.json").read_text())["steps"] == 6
     assert RunDir.open(run).load_config().max_steps == 6
 
@@ -98,7 +102,9 @@ def test_bad_data_and_a_folder_that_cannot_be_made_are_named_before_anything_sta
     corpus, runs = shutil.copytree(speech, tmp_path / "corpus"), tmp_path / "runs"
     small = f"--nproc {nproc} --batch-size 2 --set device=cpu --set threads=1 --name a --data-dir {corpus} --runs"
     runs.write_text("")
-    assert f"cannot write the run's folder {runs / 'a'}: Not a directory; --runs" in refused(small, runs)
+    said = refused(small, runs)
+    assert f"cannot write the run's folder {runs / 'a'}: Not a directory; --runs" in said
+    assert refused(f"--dry-run {small}", runs) == said
     runs.unlink()
     path = next(corpus.glob(name))
     path.write_bytes(b"")
@@ -113,7 +119,9 @@ def test_too_little_data(tmp_path, speech):
         "--nproc 33 --batch-size 1": "33 in all, and there are 32",
         "--nproc 17 --batch-size 1": "17 in all, and there are 16",
     }.items():
-        assert said in refused(f"{size} --set device=cpu --set threads=1 --runs {tmp_path / 'runs'} --data-dir", speech)
+        words = f"{size} --set device=cpu --set threads=1 --runs {tmp_path / 'runs'} --data-dir"
+        assert said in refused(words, speech)
+        assert said in refused(f"--dry-run {words}", speech)
     assert not (tmp_path / "runs").exists()
 
 

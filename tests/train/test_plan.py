@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +19,8 @@ def test_sparse_steps_and_the_warning_that_there_are_none():
     more = ({"max_steps": 15}, {"nsteps_update": 2}, {"compressor": "dense"})
     plans += [plan_of(dense_steps=10, **each) for each in more]
     assert [plan.sparse_steps for plan in plans] == [0, 0, 1, 28, 5, 4, 0]
+    assert all("one worker has nobody" in str(plan.warning) for plan in plans)
+    plans = [replace(plan, workers=2, utterances=2 * plan.utterances) for plan in plans]
     assert [plan.warning for plan in plans[2:]] == [None] * 5
     for plan, dense in zip(plans[:2], (128, 28), strict=True):
         words = ("no step will be sparse", "28 steps", f"first {dense}", "--dense-steps 7", "oktopk")

@@ -17,6 +17,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number of things, with the plural of their noun.
+
+    >>> count(1, "step"), count(2000, "worker")
+    ('1 step', '2,000 workers')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_seconds(value: float) -> str:
     """Return a time with its unit.
 

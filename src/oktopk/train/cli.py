@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import OktopkError, PeerError, SettingError
+from oktopk.telemetry.format import count
 from oktopk.train import checkpoint, corpus
 from oktopk.train.config import BOOLEANS, Config, make_config, parse_pairs
 from oktopk.train.console import Console
@@ -23,7 +24,7 @@ from oktopk.train.dist import Place, find_place
 from oktopk.train.divergence import DivergedError
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
-from oktopk.train.rundir import RunDir
+from oktopk.train.rundir import RunDir, check_creatable
 from oktopk.train.worker import Job, pick_device, start_workers, threads_of, work
 
 RENAMED = {"--nworkers": "--nproc", "--lstm-lr": "--lr"}
@@ -98,6 +99,7 @@ def train(
     dataset: Annotated[str | None, _flag("dataset")] = None,
     data_dir: Annotated[str | None, _flag("data_dir")] = None,
     max_epochs: Annotated[int | None, _flag("max_epochs")] = None,
+    max_steps: Annotated[int | None, _flag("max_steps")] = None,
     batch_size: Annotated[int | None, _flag("batch_size")] = None,
     nsteps_update: Annotated[int | None, _flag("nsteps_update")] = None,
     lr: Annotated[float | None, _flag("lr")] = None,
@@ -193,16 +195,20 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
 
 
 def _dry_run(job: Job, workers: int) -> None:
+    """Show the plan; refuse what the run would refuse."""
     config, folder = job.config, corpus.data_dir_of(job.config)
+    if job.is_new:
+        check_creatable(job.path)
     counts = (config.utterances, config.val_utterances)
     if config.dataset == "an4" or (folder / TRAIN_MANIFEST).exists():
         data = corpus.load(config)
+        corpus.check_enough(config, data, workers)
         counts = (len(data.train), len(data.val))
     device = pick_device(config, Place(launcher="dry run"))
     plan = make_plan(config, workers, *counts, data_dir=folder, device=str(device))
     console = Console(0, config.max_epochs)
     console.out.print(plan.table())
-    console.say(f"would write {job.path}; {threads_of(config, workers)} threads a worker")
+    console.say(f"would write {job.path}; {count(threads_of(config, workers), 'thread')} a worker")
     if plan.warning:
         console.warn(plan.warning)
 

@@ -2,8 +2,9 @@
 
 import rich.console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.reader import Record
@@ -14,18 +15,29 @@ LINES_PER_EPOCH = 4
 """Lines of steps in an epoch where there is no terminal."""
 
 
-class Console:
-    """Prints if `rank` is 0."""
+class _Figures(ProgressColumn):
+    """The text of a progress line: the only column that shrinks, so that a narrow terminal keeps the others."""
 
-    def __init__(self, rank: int, epochs: int) -> None:
+    def render(self, task: Task) -> Text:
+        """Return the text in one line."""
+        return Text(task.fields["figures"], no_wrap=True, overflow="ellipsis")
+
+
+class Console:
+    """Prints if `rank` is 0. The progress line is that of the whole run, whose `steps` the plan has."""
+
+    def __init__(self, rank: int, epochs: int, steps: int = 0) -> None:
         self.out = rich.console.Console(quiet=rank != 0, soft_wrap=True, highlight=False)
         self._live = self.out.is_terminal and rank == 0
         self._epochs, self._steps, self._done = epochs, 0, 0
+        self._is_resumed = True  # until the bar has been set to the first step
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"), console=self.out, transient=True, disable=not self._live,
+            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            _Figures(), console=self.out, transient=True, disable=not self._live,
         )  # fmt: skip
-        self._task = self.progress.add_task("", figures="")
+        self._task = self.progress.add_task("", total=steps, figures="")
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -35,15 +47,18 @@ class Console:
         """Print a line that should not be missed."""
         self.out.print(f"[bold yellow]WARNING[/] {escape(text)}")
 
-    def begin_epoch(self, epoch: int, steps: int) -> None:
-        """Show that an epoch begins."""
+    def begin_epoch(self, epoch: int, steps: int, step: int = 0) -> None:
+        """Show that an epoch of `steps` steps begins at step `step` of the run."""
         self._steps, self._done = steps, 0
-        self.progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{self._epochs}", figures="")
+        if self._is_resumed:  # the steps before the resume say nothing about the speed of now
+            self._is_resumed = False
+            self.progress.reset(self._task, completed=step)
+        self.progress.update(self._task, figures=f"epoch {epoch + 1}/{self._epochs}")
 
     def step(self, record: TrainStep) -> None:
         """Show a step."""
         self._done += 1
-        self.progress.update(self._task, advance=1, figures=_figures(record, between="\n"))
+        self.progress.update(self._task, advance=1, figures=f"epoch {record.epoch + 1}/{self._epochs}  {_live(record)}")
         if not self._live and self._done % max(1, self._steps // LINES_PER_EPOCH) == 0:
             self.out.print(f"epoch {record.epoch + 1} step {record.step}: {_figures(record, between='  ')}")
 
@@ -61,6 +76,13 @@ def _figure(record: TrainStep | EpochRecord, name: str) -> str:
     kind: type = type(record)
     figure = catalogue(kind)[name]
     return f"{figure.heading or name} {format_value(getattr(record, name), figure.unit)}"
+
+
+def _live(record: TrainStep) -> str:
+    """Return the figures of a progress line, the most important first, because a narrow terminal cuts the end."""
+    seconds = sum(record.split.values()) or 1.0
+    speed = f"{record.utterances / seconds:.0f} utt/s"
+    return f"{_figure(record, 'loss')}  {record.phase}  {format_bytes(record.sent_bytes)} a step  {speed}"
 
 
 def _figures(record: TrainStep, between: str) -> str:

@@ -139,7 +139,8 @@ class Trainer:
     def _run_epoch(self) -> None:
         start, progress, every = time.perf_counter(), self.progress, self.config.checkpoint_every
         left = self.plan.steps_per_epoch - progress.step_of_epoch
-        self.console.begin_epoch(progress.epoch, min(left, (self.config.max_steps or NEVER) - progress.step))
+        steps = min(left, (self.config.max_steps or NEVER) - progress.step)
+        self.console.begin_epoch(progress.epoch, steps, progress.step)
         self.net.train()
         batches = self.train_batches.epoch(progress.epoch, progress.step_of_epoch * self.config.nsteps_update)
         while not self._is_epoch_over:

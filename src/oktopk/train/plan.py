@@ -14,7 +14,7 @@ from oktopk.cost import predict
 from oktopk.cuda.step import supports_device_step
 from oktopk.ddp.attach import small_or_vector
 from oktopk.selection import num_selected
-from oktopk.telemetry.format import format_bytes
+from oktopk.telemetry.format import count, format_bytes
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
 
@@ -38,10 +38,19 @@ class Plan:
         return self.utterances // (self.workers * self.config.batch_size) // self.config.nsteps_update
 
     @property
+    def steps_of_epochs(self) -> int:
+        """Steps of all epochs, whatever `max_steps` is."""
+        return self.config.max_epochs * self.steps_per_epoch
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether `max_steps` ends the run before its epochs are over."""
+        return self.steps < self.steps_of_epochs
+
+    @property
     def steps(self) -> int:
         """Steps in all."""
-        steps = self.config.max_epochs * self.steps_per_epoch
-        return min(steps, self.config.max_steps) if self.config.max_steps else steps
+        return min(self.steps_of_epochs, self.config.max_steps or self.steps_of_epochs)
 
     @property
     def sparse_steps(self) -> int:
@@ -65,12 +74,15 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """A warning if no step will be sparse."""
+        """A warning if nothing will be exchanged, or no step will be sparse."""
+        if self.workers == 1:
+            return "one worker has nobody to exchange gradients with: --nproc 2 trains on two"
         if self.config.is_dense or self.sparse_steps:
             return None
         return (
-            f"no step will be sparse: the run has {self.steps} steps, and the first {self.config.dense_steps} are "
-            f"dense; --dense-steps {self.steps // 4} or more epochs would let {self.config.compressor} run"
+            f"no step will be sparse: the run has {count(self.steps, 'step')}, and the first "
+            f"{self.config.dense_steps} are dense; --dense-steps {self.steps // 4} "
+            f"or more epochs would let {self.config.compressor} run"
         )
 
     def table(self) -> Table:
@@ -81,13 +93,15 @@ class Plan:
         if not config.is_dense and sparse != dense:
             momentum += f", in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:g} x lr"
         rows = {
-            "net": f"{config.dnn}, {self.numel:,} parameters, {self.sparse_numel:,} of them sent sparsely",
+            "net": f"{config.dnn}, {self.numel:,} parameters"
+            + ("" if config.is_dense else f", {self.sparse_numel:,} of them sent sparsely"),
             "data": f"{self.utterances:,} utterances to train on, {self.val_utterances:,} to validate with, "
             f"in {self.data_dir}",
             "workers": f"{self.workers} on {self.device}, {config.batch_size} utterances each, "
             f"{config.nsteps_update} forward pass{'es' * (config.nsteps_update > 1)} a step",
-            "steps": f"{self.steps:,} in {config.max_epochs} epochs of {self.steps_per_epoch}: "
-            f"{self.steps - self.sparse_steps:,} dense, {self.sparse_steps:,} sparse",
+            "steps": f"{self.steps:,} in {count(config.max_epochs, 'epoch')} of {self.steps_per_epoch:,}: "
+            f"{self.steps - self.sparse_steps:,} dense"
+            + ("" if config.is_dense else f", {self.sparse_steps:,} sparse"),
             "exchange": f"a dense step sends {format_bytes(self.dense_bytes)} a worker",
             "learning": f"lr {config.lr:g}, divided by {config.lr_anneal:g} an epoch; "
             f"momentum {momentum}, clip {config.clip:g} ({config.clip_place})",

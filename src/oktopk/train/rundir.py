@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -78,6 +79,16 @@ class RunDir:
     def write_config(self, config: Config) -> None:
         """Write the settings with which the run begins or goes on, one a line."""
         write_text(self.config, json.dumps(vars(config), indent=1, allow_nan=False) + "\n")
+
+
+def check_creatable(path: Path) -> None:
+    """Raise the error that `RunDir.create` would, without a trace in the file system."""
+    folder = next(each for each in path.absolute().parents if each.exists())
+    code = 0 if os.access(folder, os.W_OK | os.X_OK) else errno.EACCES
+    code = code if folder.is_dir() else errno.ENOTDIR
+    if code:
+        message = f"cannot write the run's folder {path}: {os.strerror(code)}; --runs names another place"
+        raise RunError(message)
 
 
 class RunLogger:

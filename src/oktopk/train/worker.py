@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oktopk.errors import PeerError, SettingError
+from oktopk.errors import OktopkError, PeerError, SettingError
+from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import VERSION
 from oktopk.train import checkpoint, corpus
 from oktopk.train.collectives import all_or_none, gather_objects, lost_peers_named
@@ -23,6 +24,14 @@ from oktopk.train.dist import HERE, STARTER, STORE, Place
 from oktopk.train.loop import Trainer
 from oktopk.train.plan import Plan, make_plan
 from oktopk.train.rundir import RunDir, RunLogger
+
+
+class StoppedError(OktopkError):
+    """A signal, such as that of Ctrl-C, ended the run; the exit status is a shell's: 130 after Ctrl-C."""
+
+    def __init__(self, number: int, advice: str) -> None:
+        super().__init__(f"{signal.Signals(number).name} ended the run; {advice}")
+        self.exit_status = 128 + number
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,9 @@ def start_workers(command: Sequence[str], nproc: int, folder: Path, max_restarts
         how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
         raise PeerError(f"worker {rank} {how}, and all others were ended; its last words are above") from None
     except SignalException as error:
-        name = signal.Signals(error.sigval).name
-        raise PeerError(f"{name} ended the run; oktopk train --resume {folder} goes on from a checkpoint") from None
+        can_resume = checkpoint.find_last(RunDir(folder)) is not None
+        advice = f"oktopk train --resume {folder} goes on" if can_resume else "there is no checkpoint to go on from yet"
+        raise StoppedError(error.sigval, advice) from None
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -103,7 +113,7 @@ def work(job: Job, place: Place) -> dict[str, Any]:
 
 
 def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
-    run_logger, console = RunLogger(run, place.rank), Console(place.rank, job.config.max_epochs)
+    run_logger, console = RunLogger(run, place.rank), Console(place.rank, job.config.max_epochs, plan.steps)
     run_logger.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
     try:
         with lost_peers_named():
@@ -123,6 +133,9 @@ def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir)
         run_logger.close()
     console.out.print(end_table(summary, place.size))
     console.say(f"everything is in {run.path}\nnext: oktopk report {run.path}")
+    if plan.is_cut_short:
+        longer = f"oktopk train --resume {run.path} --max-steps {2 * plan.steps}"
+        console.say(f"      {longer}   goes on: {count(plan.steps, 'step')} of {plan.steps_of_epochs:,} are made")
     return summary
 
 
