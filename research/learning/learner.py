@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from oktopk.ddp.attach import small_or_vector
+from oktopk.ddp.exclude import small_or_vector
 from oktopk.errors import SettingError
 from research.learning.mechanisms import Layout
 from research.learning.settings import FROM_RECIPE, Setting

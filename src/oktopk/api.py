@@ -3,8 +3,9 @@
 from oktopk.algorithms import ALGORITHMS, Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA, make_algorithm
 from oktopk.algorithms.base import Algorithm, Reduced
 from oktopk.comm import Comm, MeteredComm, ProcessGroupComm, Traffic, run_local
-from oktopk.ddp.attach import Attached, attach, small_or_vector
+from oktopk.ddp.attach import Attached, attach
 from oktopk.ddp.checkpoint import load_distributed, save_distributed
+from oktopk.ddp.exclude import small_or_vector
 from oktopk.errors import (
     InputError,
     MalformedError,

@@ -198,10 +198,10 @@ def test_a_sink_that_hangs_is_dropped_and_training_goes_on():
 def test_one_line_says_at_the_start_what_is_active():
     lines = []
     for net, settings in (
-        (nn.Linear(256, 128), {"dense_steps": 7}),
+        (nn.Linear(512, 256), {"dense_steps": 7}),
         (nn.Linear(256, 128), {"dense_steps": 0, "exclude": ()}),
-        (Net(), {}),
-        (nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 100)), {}),
+        (Net(), {"exclude": oktopk.small_or_vector}),
+        (nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 100)), {"exclude": oktopk.small_or_vector}),
     ):
         with redirect_stderr(io.StringIO()) as said:
             model = DDP(net)
@@ -213,8 +213,8 @@ def test_one_line_says_at_the_start_what_is_active():
         assert lines == [""] * 4, "one rank speaks for all"
         return
     usual, all_sparse, all_dense, most_dense = lines
-    check_words(usual, "TopkA", "density=0.02", "2 ranks", "7 dense steps", "1 parameters (32,768 elements) sparse")
-    check_words(usual, "1 (128) dense", "kernel: cpu")
+    check_words(usual, "TopkA", "density=0.02", "2 ranks", "7 dense steps", "1 parameters (131,072 elements) sparse")
+    check_words(usual, "1 (256) dense", "kernel: cpu")
     assert usual.count("\n") == 1
     check_words(all_sparse, "2 parameters (32,896 elements) sparse")
     assert ["WARNING" in line for line in lines] == [False, False, True, True]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
-from oktopk.train.plan import Plan, make_plan, travel_dense
+from oktopk.train.plan import Plan, make_plan
 from tests.integrations.examples import ROOT
 
 
@@ -41,14 +41,10 @@ def test_the_momentum_is_told():
         assert ("sparse steps" in learning) == sparse
 
 
-def test_bytes_and_that_little_travels_dense():
-    net = make_model("lstman4-small")
-    sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
-    numel = sum(sizes.values())
+def test_bytes():
+    numel = sum(parameter.numel() for parameter in make_model("lstman4-small").parameters())
     for workers in (1, 3):
         plan = plan_of(workers=workers)
         assert (plan.numel, plan.dense_bytes) == (numel, 8 * numel * (workers - 1) // workers)
         assert (plan.sparse_bytes == 0) == (workers == 1)
         assert plan.sparse_bytes <= 0.2 * plan.dense_bytes
-    for density in (0.001, 0.02, 1.0):
-        assert sum(sizes[name] for name in travel_dense(net, density)) <= density * numel / 10

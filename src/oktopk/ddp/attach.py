@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
 from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.cuda.events import record_event, wait_event
-from oktopk.ddp.engine import Bucket, DDPConfig, Engine, Exclusion, rules_of
+from oktopk.ddp.engine import Bucket, DDPConfig, Engine
+from oktopk.ddp.exclude import Exclusion, excluded, rules_of, smallest
 from oktopk.ddp.hook import check_alone_in_backward, check_model, hook_of, register
 from oktopk.ddp.loss_scale import forget_scalers, scaler_of_this_backward, watch_scalers
 from oktopk.ddp.mixed_precision import gradient_dtype
@@ -40,12 +41,6 @@ from oktopk.telemetry.sinks import SINK_PATIENCE_S, Sink, Sinks
 from oktopk.telemetry.summary import Summary
 
 VERSION = 3
-SMALL = 16_384
-
-
-def small_or_vector(name: str, parameter: Tensor) -> bool:  # noqa: ARG001
-    """Whether a parameter is too small to be worth sparsifying (fewer than 16,384 elements) or 1-D (biases, norms)."""
-    return parameter.dim() <= 1 or parameter.numel() < SMALL
 
 
 def attach(
@@ -53,7 +48,7 @@ def attach(
     algorithm: Algorithm | str = "oktopk",
     *,
     dense_steps: int = 128,
-    exclude: Exclusion | Iterable[Exclusion] = small_or_vector,
+    exclude: Exclusion | Iterable[Exclusion] | None = None,
     clip: float | None = None,
     density_schedule: Sequence[tuple[int, float]] | None = None,
     on_nonfinite: str = "raise",
@@ -66,7 +61,8 @@ def attach(
 
     algorithm           an algorithm, the name of one, or any object with its `init` and `reduce`; default: OkTopk()
     dense_steps         steps before the first sparse one; they flush whatever residual there is
-    exclude             what travels dense: glob patterns of names, predicates of (name, parameter), or several of both
+    exclude             what travels dense: glob patterns of names, predicates of (name, parameter), or several of both;
+                        default: the smallest tensors, such as biases, up to a tenth of the elements that are sent
     clip                sparse steps: this rank's gradient is scaled to a norm of at most clip / sqrt(P) before the
                         exchange. The norm is known when backward is over, so that the two do not overlap then
     density_schedule    [(steps, density), ...] for the first sparse steps; then the algorithm's own density
@@ -80,10 +76,11 @@ def attach(
     timeout             seconds after which a rank that waits for another gives up
     """
     check_model(ddp_model)
+    used = _algorithm_of(algorithm)
     config = DDPConfig(
-        algorithm=_algorithm_of(algorithm),
+        algorithm=used,
         dense_steps=int(within("dense_steps", dense_steps, 0)),
-        exclude=rules_of(exclude),
+        exclude=_rules_of(exclude, ddp_model, used),
         clip=None if clip is None else within("clip", clip, 0, open_low=True),
         density_schedule=tuple(
             (int(within("steps of density_schedule", steps, 1)), within("density", density, 0, 1, open_low=True))
@@ -115,7 +112,7 @@ class Attached:
         timeout: float,
     ) -> None:
         parameters = _parameters_of(ddp_model)
-        config.travel_dense(parameters)  # raises for a pattern that matches nothing, before ranks meet
+        excluded(config.exclude, parameters)  # raises for a pattern that matches nothing, before ranks meet
         self._model = weakref.ref(ddp_model)
         devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
         if len(devices) > 1:
@@ -420,6 +417,16 @@ def _shut_down(
     if own and dist.is_initialized():
         with suppress(ValueError):  # it ended with the world it was in, and this is another
             dist.destroy_process_group(group)
+
+
+def _rules_of(
+    exclude: Exclusion | Iterable[Exclusion] | None, model: DistributedDataParallel, algorithm: Algorithm
+) -> tuple[Exclusion, ...]:
+    if exclude is not None:
+        return rules_of(exclude)
+    density = algorithm.density if algorithm.has_density else 1.0
+    chosen = frozenset(smallest(_parameters_of(model), density))  # a later density leaves it as it is
+    return (lambda name, _: name in chosen,)
 
 
 def _algorithm_of(algorithm: Algorithm | str) -> Algorithm:

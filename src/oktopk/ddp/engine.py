@@ -8,9 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -23,15 +22,14 @@ from oktopk.algorithms.base import StepStats, describe
 from oktopk.comm import MeteredComm
 from oktopk.comm.agree import check_same, gather_settings
 from oktopk.cuda.events import record_event
+from oktopk.ddp.exclude import Exclusion, excluded
 from oktopk.ddp.loss_scale import loss_scale_of
-from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError, hint
+from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.steps import READBACK_DELAY, MadeStep, ParamGroup, StepContext, StepLog, Steps
 from oktopk.telemetry.record import total_of
 from oktopk.telemetry.schema import StepRecord
 from oktopk.telemetry.sinks import Sinks
 from oktopk.telemetry.summary import Summary
-
-Exclusion = str | Callable[[str, Tensor], bool]
 
 
 @dataclass
@@ -61,24 +59,6 @@ class DDPConfig:
         """Return the settings that all ranks must share; each knows its own `exclude` only as the names it chooses."""
         rest = ("dense_steps", "clip", "density_schedule", "on_nonfinite", "scaled")
         return {"algorithm": describe(self.algorithm.given), **{name: getattr(self, name) for name in rest}}
-
-    def travel_dense(self, parameters: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of the parameters that travel dense; refuse a pattern that no parameter's name matches."""
-        dense: set[str] = set()
-        for rule in self.exclude:
-            if isinstance(rule, str):
-                matching = {name for name in parameters if fnmatchcase(name, rule)}
-            else:
-                matching = {name for name, parameter in parameters.items() if rule(name, parameter)}
-            if isinstance(rule, str) and not matching:
-                raise SettingError(f"exclude: no parameter matches {rule!r}.{hint(rule, parameters, cutoff=0.3)}")
-            dense |= matching
-        return dense
-
-
-def rules_of(exclude: Exclusion | Iterable[Exclusion]) -> tuple[Exclusion, ...]:
-    """Return one exclusion, or several of any iterable, as a tuple."""
-    return (exclude,) if isinstance(exclude, str) or callable(exclude) else tuple(exclude)
 
 
 @dataclass
@@ -353,7 +333,7 @@ class Engine:
         self._agreed = True
 
     def _lay_out(self) -> None:
-        dense = self.config.travel_dense(self.parameters)
+        dense = excluded(self.config.exclude, self.parameters)
         for group in self.groups:
             group.lay_out_(dense.__contains__)
 

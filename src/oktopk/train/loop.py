@@ -34,7 +34,7 @@ from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.dist import Place
 from oktopk.train.divergence import DivergedError, Health, nonfinite_message
 from oktopk.train.models import make_model
-from oktopk.train.plan import Plan, travel_dense
+from oktopk.train.plan import Plan
 from oktopk.train.rundir import RunLogger
 
 Ranks = list[dict[str, Any]]  # the figures of each rank
@@ -82,7 +82,6 @@ class Trainer:
             self.model,
             config.algorithm(),
             dense_steps=NEVER if config.is_dense else config.dense_steps,
-            exclude=travel_dense(self.net, config.density),
             clip=config.clip if config.clip and config.clip_place == "local" else None,
             on_nonfinite="skip",  # `_check_health` raises, with step and learning rate
             sinks=[self._records.put],

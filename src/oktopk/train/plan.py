@@ -1,18 +1,16 @@
 """`Plan`: steps and bytes of a run, known before its first step."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import nn
 
 from oktopk.algorithms import OkTopk
 from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
 from oktopk.cuda.step import supports_device_step
-from oktopk.ddp.attach import small_or_vector
+from oktopk.ddp.exclude import smallest
 from oktopk.selection import num_selected
 from oktopk.telemetry.format import count, format_bytes
 from oktopk.train.config import Config
@@ -126,18 +124,7 @@ def make_plan(config: Config, workers: int, utterances: int, val_utterances: int
     """Return the plan; the net is made without memory for its weights."""
     with torch.device("meta"):
         model = make_model(config.dnn)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    numel, dense_numel = sum(sizes.values()), sum(sizes[name] for name in travel_dense(model, config.density))
+    parameters = dict(model.named_parameters())
+    numel = sum(parameter.numel() for parameter in parameters.values())
+    dense_numel = sum(parameters[name].numel() for name in smallest(parameters, config.density))
     return Plan(config, workers, utterances, val_utterances, data_dir, device, numel, numel - dense_numel)
-
-
-def travel_dense(model: nn.Module, density: float) -> list[str]:
-    """Return the parameters that sparse steps send whole: the smallest tensors, such as biases.
-
-    Together they are at most a tenth of the elements sent, so that a small net keeps about its density, too.
-    """
-    small = {name: p.numel() for name, p in model.named_parameters() if small_or_vector(name, p)}
-    capacity = density * sum(parameter.numel() for parameter in model.parameters()) / 10
-    names = sorted(small, key=lambda name: small[name])
-    totals = accumulate(small[name] for name in names)
-    return [name for name, total in zip(names, totals, strict=True) if total <= capacity]
