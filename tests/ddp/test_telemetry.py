@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from oktopk import CallbackSink, JsonlSink, MemorySink, OkTopk, StepRecord, TopkA
+from oktopk.algorithms.base import describe
 from oktopk.selection import num_selected
+from oktopk.telemetry.run import load_run
 from tests.ddp.harness import EXCHANGE_TIMEOUT_S, attach, check_words, exchange_threads, gathered, on_ranks
 from tests.ddp.nets import Net, loss_of, step_
 
@@ -80,7 +82,11 @@ def test_every_step_has_a_record_from_the_very_first_in_every_sink(tmp_path):
     assert called == [record for record in records for _ in range(2)]
     assert last == [None, *records]
     lines = path.read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [json.loads(json.dumps(asdict(record))) for record in records]
+    first, *written, end = [json.loads(line) for line in lines]
+    assert written == [json.loads(json.dumps(asdict(record))) for record in records]
+    assert (first["kind"], first["workers"], first["rank"]) == ("run", 2, dist.get_rank())
+    assert (first["numel"], first["config"]["algorithm"]) == (NUMEL, describe(attached.algorithm))
+    assert (end["event"], end["step"]) == ("end", STEPS)
     assert not any("NaN" in line or "Infinity" in line for line in lines)
     for record in records:
         check_figures(record)
@@ -88,6 +94,26 @@ def test_every_step_has_a_record_from_the_very_first_in_every_sink(tmp_path):
         assert len({record.nnz for record in at_one_step}) == 1, "all ranks hold the same result"
         assert sum(record.sent_bytes for record in at_one_step) == sum(r.received_bytes for r in at_one_step)
     check_summary(attached.summary(), records)
+
+
+@on_ranks(2)
+def test_figures_that_a_script_logs_reach_its_report(tmp_path):
+    path = tmp_path / f"{dist.get_rank()}.jsonl"
+    model, attached = started(sinks=[JsonlSink(path)])
+    for step in range(STEPS):
+        step_(model, step)
+        attached.log(loss=torch.tensor([10.0 - step], requires_grad=True), accuracy=math.nan if step == 1 else step / 8)
+    with pytest.raises(oktopk.SettingError, match=r"log wants a number for loss.* tensor of shape \(2,\)"):
+        attached.log(loss=torch.zeros(2))
+    attached.density = 0.02
+    attached.detach()
+    run = load_run(path)
+    assert run.loss.tolist() == [10.0 - step for step in range(STEPS)]
+    assert [None if math.isnan(each) else each for each in run.logged("accuracy")] == [
+        None if step == 1 else step / 8 for step in range(STEPS)
+    ]
+    assert (run.header["config"]["model"], run.header["config"]["density"]) == ("Net", 0.01)
+    assert [event["event"] for event in run.events] == ["change", "end"]
 
 
 def check_summary(summary, records):

@@ -6,6 +6,7 @@ The futures of all buckets are completed together, once every rank's whole gradi
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import sys
@@ -96,6 +97,7 @@ def attach(
     attached = Attached(ddp_model, config, scaler, sinks, group, timeout)
     register(ddp_model, attached)
     attached.announce()
+    attached._engine.log_settings(type(ddp_model.module).__name__)
     return attached
 
 
@@ -199,6 +201,13 @@ class Attached:
         """Return the totals of all steps so far; `print` shows them as a table."""
         return self._engine.summary
 
+    def log(self, **figures: Any) -> None:
+        """Add figures of yours, such as a loss, to the record of the latest step, for the report and the sinks.
+
+        Numbers and tensors of one element are taken; for one on a GPU the host waits. A NaN or Inf is kept as unknown.
+        """
+        self._engine.log({name: _number_of(name, value) for name, value in figures.items()})
+
     def flush(self) -> None:
         """Write the records of all steps so far to the sinks; on the device path this waits for the steps."""
         self._engine.flush_records(delay=0)
@@ -208,6 +217,7 @@ class Attached:
         hook = hook_of(self._model())
         if hook is not None and hook.target is self:
             hook.target = None
+        self._engine.is_detached = True
         self._finalizer()
 
     def state_dict(self) -> dict[str, Any]:
@@ -417,6 +427,16 @@ def _shut_down(
     if own and dist.is_initialized():
         with suppress(ValueError):  # it ended with the world it was in, and this is another
             dist.destroy_process_group(group)
+
+
+def _number_of(name: str, value: Any) -> float | None:
+    """Return a figure of a script as a float; None if it is not finite, because JSON has no NaN."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise SettingError(f"log wants a number for {name}, or a tensor of one element; this is {came}") from None
+    return number if math.isfinite(number) else None
 
 
 def _rules_of(

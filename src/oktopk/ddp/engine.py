@@ -27,7 +27,7 @@ from oktopk.ddp.loss_scale import loss_scale_of
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
 from oktopk.steps import READBACK_DELAY, MadeStep, ParamGroup, StepContext, StepLog, Steps
 from oktopk.telemetry.record import total_of
-from oktopk.telemetry.schema import StepRecord
+from oktopk.telemetry.schema import VERSION, StepRecord
 from oktopk.telemetry.sinks import Sinks
 from oktopk.telemetry.summary import Summary
 
@@ -115,6 +115,7 @@ class Engine:
         self.config = config
         self.next_step = 0
         self.failure: BaseException | None = None
+        self.is_detached = False
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._records = _Records(comm.size)
         self._scaler = scaler
@@ -153,6 +154,31 @@ class Engine:
             self.config = before
             raise
         self._agreed = False
+        self.note("change", str(config.algorithm.given))
+
+    def log_settings(self, model: str) -> None:
+        """Tell the sinks what will be done, as the first record of a run."""
+        config, numel = self.config, sum(parameter.numel() for parameter in self.parameters.values())
+        dense = sum(self.parameters[name].numel() for group in self.groups for name in group.dense_names)
+        settings: dict[str, Any] = {
+            "model": model,
+            "algorithm": describe(config.algorithm.given),
+            "compressor": config.algorithm.name,
+        }
+        settings |= {"density": config.algorithm.density} if config.algorithm.has_density else {}
+        settings |= {name: each for name, each in config.settings().items() if name not in settings}
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        header = {"kind": "run", "version": VERSION, "started": started, "step": self.next_step}
+        self.sinks.log({**header, "workers": self.comm.size, "rank": self.comm.rank, "numel": numel,
+                        "sparse_numel": numel - dense, "config": settings})  # fmt: skip
+
+    def log(self, figures: Mapping[str, float | None]) -> None:
+        """Hand figures of a script to the sinks, as those of the step that backward() made last."""
+        self.sinks.log({"kind": "log", "step": max(self.next_step - 1, 0), "figures": dict(figures)})
+
+    def note(self, event: str, message: str) -> None:
+        """Tell the sinks what happened."""
+        self.sinks.log({"kind": "event", "event": event, "step": self.next_step, "message": message})
 
     def go_on_at(self, step: int) -> None:
         """Make `step` the next one, once all ranks are seen to be there; earlier errors are forgotten."""
@@ -306,6 +332,9 @@ class Engine:
         for error in self._log.errors:  # there is no backward() left to raise it
             sys.stderr.write(f"oktopk: WARNING: {error}\n")
         self._write()
+        # Python keeps the error that ends a script there. A notebook keeps earlier ones, and goes on.
+        ended_by = self.failure or (None if self.is_detached else getattr(sys, "last_value", None))
+        self.note(*(("end", "detached") if ended_by is None else ("failed", repr(ended_by))))
         self.sinks.close()
 
     def _give_up(self, error: BaseException, bucket: Bucket) -> None:

@@ -19,6 +19,10 @@ MOST_STRETCHES = 150
 STRETCH: dict[str, Callable[[Floats], float | None]] = {"mean": mean, "longest": np.fmax.reduce}
 """Functions that make one value of a stretch of steps, by `Group.thin`."""
 
+LOSS = "The mean over workers of the loss of an utterance.", "loss (nats an utterance)"
+OFTEN = 0.2
+"""Share of steps with a value from which on a line is drawn, because dots further apart say where they are."""
+
 NOMINAL, TRAINING = "Nominal figures (the literature's)", "A training run"
 """Headings of docs/accounting.md."""
 
@@ -141,7 +145,8 @@ def _marks(run: Run) -> list[tuple[dict[str, float], str]]:
 
 
 def _learning(run: Run) -> list[Chart]:
-    loss, known = run.column("loss"), ~np.isnan(run.column("residual_norm"))
+    loss, known = run.loss, ~np.isnan(run.column("residual_norm"))
+    about, unit = ("As the script logged it.", "loss") if "loss" in run.logged_names else LOSS
     losses = {"training, mean of an epoch": ("train_loss", "blue"), "validation": ("val_loss", "orange")}
     errors = {"WER": ("wer", "orange"), "CER": ("cer", "green")}
     norms = [Group(_steps(run), [Series("gradient delivered", run.column("grad_norm"), "muted", "faint")])]
@@ -150,7 +155,7 @@ def _learning(run: Run) -> list[Chart]:
         norms.append(Group(_steps(run, known), [residual]))
     defined: dict[str, Any] = {"marks": _marks(run), "definition": TRAINING}
     return [
-        Chart("loss", "Loss", "The mean over workers of the loss of an utterance.", "loss (nats an utterance)",
+        Chart("loss", "Loss", about, unit,
               [Group(_steps(run), [Series("training, each step", loss, "muted", "faint")]),
                _over_epochs(run, losses)], AXES, log=not (loss <= 0).any(), wide=True, **defined),
         Chart("errors", "Word and character errors", "Of the validation set; WER may pass 1.",
@@ -158,7 +163,16 @@ def _learning(run: Run) -> list[Chart]:
         Chart("norms", "Residual against gradient",
               "What a step delivered, and what a rank still holds back after it, looked at every tenth sparse step.",
               "norm (gradient's unit)", norms, log=True, **defined),
+        *(_logged(run, i, name, defined) for i, name in enumerate(run.logged_names) if name != "loss"),
     ]  # fmt: skip
+
+
+def _logged(run: Run, i: int, name: str, defined: dict[str, Any]) -> Chart:
+    values = run.logged(name)
+    known = ~np.isnan(values)
+    style = "line" if known.mean() > OFTEN else "dots"
+    curve = Group(_steps(run, known), [Series(name, values[known], "blue", style)])
+    return Chart(f"logged-{i}", name, "As the script logged it.", name, [curve], AXES, from_zero=False, **defined)
 
 
 def _compression(run: Run) -> list[Chart]:

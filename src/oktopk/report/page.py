@@ -13,7 +13,7 @@ import numpy as np
 from oktopk import __version__
 from oktopk.errors import SettingError
 from oktopk.report.charts import Chart, thinned
-from oktopk.report.report import Report
+from oktopk.report.report import SECTIONS, Report
 from oktopk.telemetry.format import format_value
 from oktopk.telemetry.run import Floats
 
@@ -44,7 +44,7 @@ def make_page(report: Report) -> str:
     safe = {"css": _own("page.css"), "js": _own("page.js"), "plotly": get_plotlyjs()}
     safe |= {"definitions": definitions(), "data": as_script(chart_data(report))}
     environment = Environment(loader=PackageLoader("oktopk.report", "."), autoescape=True, trim_blocks=True)
-    environment.globals.update(shown=format_value, anchor=anchor, zip=zip, version=__version__)
+    environment.globals.update(shown=format_value, anchor=anchor, zip=zip, version=__version__, sections=SECTIONS)
     page = environment.get_template("page.html")
     return page.render(title=title, report=report, **{name: Markup(text) for name, text in safe.items()})
 

@@ -16,6 +16,11 @@ from oktopk.telemetry.run import Run
 from oktopk.telemetry.schema import VERSION
 
 SHOWN_LINES = 5
+SECTIONS = {
+    "Learning": ("epochs", "events"), "Compression": ("phases",), "Traffic": ("bytes", "messages"), "Time": ("time",),
+    "Balance": ("ranks", "regions"),
+}  # fmt: skip
+"""Tables of the sections of a page."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class RunReport:
     cards: Sequence[Card]
     tables: Sequence[Table]
     charts: dict[str, list[Chart]]
+
+    def has(self, section: str) -> bool:
+        """Whether a section of the page has something to show."""
+        return bool(self.charts[section]) or any(self.table(name).rows for name in SECTIONS[section])
 
     def table(self, name: str) -> Table:
         """Return the table of this name."""
@@ -132,12 +141,18 @@ def _damage(run: Run) -> Iterator[Note]:
 def _content(run: Run) -> Iterator[Note]:
     if not run.header:
         yield Note("info", "No line says what the run was: settings are not known.")
-    if run.num_headers > 1 or (np.diff(run.steps) <= 0).any():
+    if len(run.writers) > 1:
+        how = 'give each rank a file of its own, as in JsonlSink(f"metrics-{rank}.jsonl")'
+        yield Note("warning", f"Several ranks wrote this file, so that steps repeat and times mix: {how}.")
+    elif (np.diff(run.steps) <= 0).any():
         yield Note("warning", "Step numbers repeat: the file seems to hold several runs, shown as one.")
     if run.num_steps and not run.is_sparse.any():
         yield Note("info", "No step was sparse: compression was not active.")
     if run.is_skipped.any():
         yield Note("warning", f"{int(run.is_skipped.sum()):,} steps were skipped: a gradient was not finite.")
+    if run.header.get("rank") is not None:
+        yield Note("info", f"The file is of rank {run.header['rank']}: others write files of their own.")
+        return
     there = {"phases of every rank": run.names("ranks.0.seconds"), "message sizes": run.messages}
     missing = " and no ".join(name for name, found in there.items() if not found)
     if run.num_steps and missing:

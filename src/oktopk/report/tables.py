@@ -13,7 +13,7 @@ from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue, me
 
 SETTINGS = (
     "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size", "lr",
-    "momentum", "sparse_momentum", "seed",
+    "momentum", "sparse_momentum", "seed", "model", "algorithm", "clip", "density_schedule", "on_nonfinite",
 )  # fmt: skip
 """Settings of a run that its table shows, where the run has them."""
 
@@ -202,6 +202,7 @@ def step_table(run: Run) -> Table:
         values = run.column(name)
         if figure.unit not in ("text", "object") and np.isfinite(values).any():
             figures.setdefault(name, _known(values))
+    figures |= {f"log.{name}": _known(run.logged(name)) for name in run.logged_names}
     for group in ("split", "seconds", "sent_by_phase", "nnz_by_owner"):
         figures |= {f"{group}.{name}": _known(run.column(f"{group}.{name}")) for name in run.names(group)}
     figures["dense_bytes"], figures["bound_bytes"] = _known(run.dense_bytes), _known(run.bound_bytes)
@@ -215,14 +216,20 @@ def _known(values: Floats) -> list[float | int | None]:
 
 
 def cards_of(run: Run) -> list[Card]:
-    """Return the headlines of a run."""
+    """Return the headlines of a run: the figures that it has."""
+    return [card for card in _cards(run) if card.value is not None]
+
+
+def _cards(run: Run) -> list[Card]:
     summary = summary_of(run)
     per_step, epochs = summary["seconds_per_step"], (summary["best_epoch"] or 0) + 1
     none_sparse = "" if summary["sparse_steps"] else "no step was sparse"
     best, dense = summary["best_wer"], format_value(summary["dense_bytes"] or None, "bytes")
     best_note = "" if best is None else f"best {best:.4g}, after {epochs} epoch{'s' * (epochs > 1)}"
     skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
+    losses = _known(run.loss[~np.isnan(run.loss)]) if "loss" in run.logged_names else []
     return [
+        Card("loss", losses[-1] if losses else None, "number", "the last that was logged"),
         Card("train loss", summary["train_loss"], "number", "mean of the last epoch"),
         Card("validation loss", summary["val_loss"], "number", "mean over utterances"),
         Card("WER", summary["wer"], "number", best_note),

@@ -31,7 +31,7 @@ def print_report(report: Report, out: Console) -> None:
         out.print(_headlines(each.cards))
         if each.verdict:
             out.print(f"[bold]verdict[/] {escape(each.verdict)}")
-        for table in each.tables:
+        for table in (table for table in each.tables if table.rows):
             out.print(as_table(table, out.width))
 
 

@@ -90,7 +90,7 @@ def _figures(run: Run) -> Table:
     split = ", ".join(f"{name} {format_value(share, 'share')}" for name, share in shares.items())
     val_loss, wer, best = (format_value(summary[name]) for name in ("val_loss", "wer", "best_wer"))
     rows = {
-        "loss": format_value(_recent(run.column("loss"))),
+        "loss": format_value(_recent(run.loss)),
         "last validation": f"loss {val_loss}, WER {wer}, best {best}",
         "phase": f"{'sparse' if run.is_sparse[-1] else 'dense'}, "
         f"sparsity {format_value(_recent(run.column('sparsity')))}, "
@@ -108,7 +108,7 @@ def _figures(run: Run) -> Table:
 
 def _curve(run: Run) -> Text:
     """Return the loss over all steps, as a row of bars."""
-    loss = run.column("loss")
+    loss = run.loss
     means = [mean(part) for part in np.array_split(loss, min(WIDTH, len(loss)))]
     known = [value for value in means if value is not None]
     if not known:

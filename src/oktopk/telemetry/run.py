@@ -74,9 +74,10 @@ class Run:
         self.is_cut = False
         self.num_steps = 0
         self.num_ranks = 0
-        self.num_headers = 0
+        self.writers: set[Any] = set()  # ranks whose headers are there
         self.last_event: str | None = None
         self._columns: dict[str, array[float]] = {}
+        self._logged: dict[str, dict[int, float]] = {}  # what a script logged, by name and step
         for record in records:
             self.add_(record)
 
@@ -86,7 +87,7 @@ class Run:
         self.last_event = None
         if kind == "run":
             self.header = {**record, "config": _typed(dict, record.get("config"))}
-            self.num_headers += 1
+            self.writers.add(str(record.get("rank")))
         elif kind == "step":
             self._add_step(record)
         elif kind == "epoch":
@@ -94,6 +95,8 @@ class Run:
             places = {name: _whole(record.get(name)) for name in ("epoch", "step")}
             seconds, sent = float(np.nansum(self.step_seconds)), int(np.nansum(self.column("sent_bytes")))
             self.epochs.append({**figures, **places, "seconds": seconds, "sent_bytes": sent})
+        elif kind == "log":
+            self._add_logged(_whole(record.get("step")), _typed(dict, record.get("figures")))
         elif kind == "event":
             texts = {name: str(record.get(name, "")) for name in ("event", "message")}
             self.events.append({**texts, "step": _whole(record.get("step"))})
@@ -109,6 +112,12 @@ class Run:
         figures["header_bytes"] = self._add_messages(_typed(dict, figures.pop("collectives")))
         self._set(self.num_steps, figures)
         self.num_steps += 1
+
+    def _add_logged(self, step: int | None, figures: Record) -> None:
+        numbers = {name: _number(value) for name, value in figures.items()}
+        for name, number in numbers.items():
+            if step is not None and number is not None:
+                self._logged.setdefault(str(name), {})[step] = number
 
     def _add_messages(self, collectives: Record) -> dict[str, int]:
         """Count the messages of a step; return the bytes of their blocks' headers, by phase."""
@@ -142,6 +151,21 @@ class Run:
         values = np.full(self.num_steps, np.nan)
         values[: len(known)] = np.frombuffer(known, dtype=np.float64) if known else []
         return values
+
+    @property
+    def logged_names(self) -> list[str]:
+        """Names of the figures that a script logged."""
+        return list(self._logged)
+
+    def logged(self, name: str) -> Floats:
+        """Return a figure that a script logged, for every step; NaN where it logged none."""
+        known = self._logged.get(name, {})
+        return np.array([known.get(int(step), math.nan) for step in self.steps])
+
+    @property
+    def loss(self) -> Floats:
+        """The loss of each step, as the trainer recorded it, or as a script logged it."""
+        return self.column("loss") if "loss" in self._columns else self.logged("loss")
 
     def names(self, prefix: str) -> list[str]:
         """Return the known names under a prefix: parts and phases first, in their order."""

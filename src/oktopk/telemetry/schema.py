@@ -144,6 +144,10 @@ class StepRecord:
         """Return the record as one line."""
         return to_json(self)
 
+    def scalars(self) -> dict[str, float]:
+        """Return the known figures by their tags, for a logger such as TensorBoard's, wandb's or mlflow's."""
+        return scalars_of(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep(StepRecord):

@@ -25,7 +25,11 @@ _log = logging.getLogger("oktopk")
 
 
 class Sink(Protocol):
-    """A place to which records go."""
+    """A place to which records go.
+
+    A sink that has a method `log(record)` also gets the records that are not of a step, as mappings: the settings
+    ("run"), what a script logs ("log"), and what happened ("event").
+    """
 
     def write(self, record: StepRecord) -> None:
         """Take one record."""
@@ -58,7 +62,10 @@ class CallbackSink(Sink):
 
 
 class JsonlSink(Sink):
-    """Appends one JSON line a record, flushed every step: a killed job's file is whole up to its last line."""
+    """Appends one JSON line a record, flushed every step: a killed job's file is whole up to its last line.
+
+    Every rank that attaches with one writes, so that each rank needs a `path` of its own.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +75,8 @@ class JsonlSink(Sink):
         """Append the record; a NaN in it is a ValueError."""
         self._file.write(to_json(record) + "\n")
         self._file.flush()
+
+    log = write
 
     def close(self) -> None:
         """Close the file."""
@@ -98,6 +107,12 @@ class TensorBoardSink(Sink):
             for tag, value in scalars_of(record).items():
                 self._writer.add_scalar(self._prefix + tag, value, record.step)
 
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write what a script logged."""
+        for name, value in record.get("figures", {}).items():
+            if value is not None:
+                self._writer.add_scalar(name, value, record["step"])
+
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
@@ -122,12 +137,20 @@ class Sinks:
 
     def write(self, record: StepRecord) -> None:
         """Hand the record to every sink, soon; wait only for those that are far behind."""
+        self._hand(record, "write")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Hand a record that is not of a step to every sink that takes such records."""
+        self._hand(record, "log")
+
+    def _hand(self, record: AnyRecord, method: str) -> None:
         with self._changed:
             at = self._at
             if at is not None and time.monotonic() - at[1] > self._patience_s:
                 self._wait_for(lambda: self._at is not at, GRACE_S)
             self._wait_for(lambda: len(self._due) < BACKLOG, self._patience_s)
-            self._due.extend((sink, partial(sink.write, record)) for sink in self._sinks)
+            takers = [(sink, getattr(sink, method, None)) for sink in self._sinks]
+            self._due.extend((sink, partial(take, record)) for sink, take in takers if take is not None)
             self._changed.notify_all()
 
     def close(self) -> None:
