@@ -4,8 +4,10 @@ import io
 import json
 import logging
 import math
+import re
 import threading
 import time
+import warnings
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from functools import partial
@@ -94,6 +96,7 @@ def test_every_step_has_a_record_from_the_very_first_in_every_sink(tmp_path):
         assert len({record.nnz for record in at_one_step}) == 1, "all ranks hold the same result"
         assert sum(record.sent_bytes for record in at_one_step) == sum(r.received_bytes for r in at_one_step)
     check_summary(attached.summary(), records)
+    check_html(attached)
 
 
 @on_ranks(2)
@@ -102,7 +105,11 @@ def test_figures_that_a_script_logs_reach_its_report(tmp_path):
     model, attached = started(sinks=[JsonlSink(path)])
     for step in range(STEPS):
         step_(model, step)
-        attached.log(loss=torch.tensor([10.0 - step], requires_grad=True), accuracy=math.nan if step == 1 else step / 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attached.log(
+                loss=torch.tensor([10.0 - step], requires_grad=True), accuracy=math.nan if step == 1 else step / 8
+            )
     with pytest.raises(oktopk.SettingError, match=r"log wants a number for loss.* tensor of shape \(2,\)"):
         attached.log(loss=torch.zeros(2))
     attached.density = 0.02
@@ -114,6 +121,15 @@ def test_figures_that_a_script_logs_reach_its_report(tmp_path):
     ]
     assert (run.header["config"]["model"], run.header["config"]["density"]) == ("Net", 0.01)
     assert [event["event"] for event in run.events] == ["change", "end"]
+
+
+def check_html(attached):
+    html = attached._repr_html_()
+    assert "OkTopk(density=0.01" in html
+    assert "compression was active on" in html
+    bars = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', html)]
+    assert bars[0] == max(bars)
+    assert bars[1] == pytest.approx(bars[0] * attached.summary().sent_of_dense, abs=0.06)
 
 
 def check_summary(summary, records):

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from html import escape
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from oktopk.ddp.mixed_precision import gradient_dtype
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
 from oktopk.kernels import kernels_for
 from oktopk.steps import make_groups
+from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import StepRecord
 from oktopk.telemetry.sinks import SINK_PATIENCE_S, Sink, Sinks
 from oktopk.telemetry.summary import Summary
@@ -271,22 +273,35 @@ class Attached:
         if not self.rank:
             sys.stderr.write(f"oktopk: the state was saved {why}: residuals are kept, the algorithm starts anew\n")
 
+    def __str__(self) -> str:
+        groups, steps = self._engine.groups, self._engine.config.dense_steps
+        dense, total = self._dense_numels, len(self._engine.parameters)
+        on_device = self._engine.on_device
+        kernel = "gpu (triton), steps stay there" if on_device else kernels_for(groups[0].residual.held).name
+        return (
+            f"{self.algorithm} on {count(self.size, 'rank')}; "
+            f"{count(steps, 'dense step') + ', then sparse' if steps else 'sparse from the first step'}; "
+            f"{total - len(dense)} parameters ({self._engine.numel - sum(dense):,} elements) sparse, "
+            f"{len(dense)} ({sum(dense):,}) dense; kernel: {kernel}"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return settings and summary, for notebooks."""
+        return f"<p>{escape(str(self))}</p>{self.summary()._repr_html_()}"
+
+    @property
+    def _dense_numels(self) -> list[int]:
+        """Elements of the parameters that travel dense."""
+        names = (name for group in self._engine.groups for name in group.dense_names)
+        return [self._engine.parameters[name].numel() for name in names]
+
     def announce(self) -> None:
         """Print the active settings to stderr on rank 0."""
         if self.rank:
             return
-        groups, steps = self._engine.groups, self._engine.config.dense_steps
-        dense = [self._engine.parameters[name].numel() for group in groups for name in group.dense_names]
-        total = [parameter.numel() for parameter in self._engine.parameters.values()]
-        sparse = sum(total) - sum(dense)
-        on_device = self._engine.on_device
-        kernel = "gpu (triton), steps stay there" if on_device else kernels_for(groups[0].residual.held).name
-        sys.stderr.write(
-            f"oktopk: {self.algorithm} on {self.size} ranks; "
-            f"{f'{steps} dense steps, then sparse' if steps else 'sparse from the first step'}; "
-            f"{len(total) - len(dense)} parameters ({sparse:,} elements) sparse, {len(dense)} ({sum(dense):,}) dense; "
-            f"kernel: {kernel}\n"
-        )
+        sys.stderr.write(f"oktopk: {self}\n")
+        dense = self._dense_numels
+        sparse = self._engine.numel - sum(dense)
         selected = 2 * sparse * (self.density or 1.0)  # an index and a value each
         warnings = {
             "one rank has nobody to exchange with: its sparse steps only cost time": self.size == 1,
@@ -432,7 +447,7 @@ def _shut_down(
 def _number_of(name: str, value: Any) -> float | None:
     """Return a figure of a script as a float; None if it is not finite, because JSON has no NaN."""
     try:
-        number = float(value)
+        number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise SettingError(f"log wants a number for {name}, or a tensor of one element; this is {came}") from None

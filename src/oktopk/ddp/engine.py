@@ -112,6 +112,7 @@ class Engine:
         may_be_unused: bool,
     ) -> None:
         self.parameters, self.groups, self.comm, self.sinks = parameters, groups, comm, sinks
+        self.numel = sum(parameter.numel() for parameter in parameters.values())
         self.config = config
         self.next_step = 0
         self.failure: BaseException | None = None
@@ -158,7 +159,7 @@ class Engine:
 
     def log_settings(self, model: str) -> None:
         """Tell the sinks what will be done, as the first record of a run."""
-        config, numel = self.config, sum(parameter.numel() for parameter in self.parameters.values())
+        config = self.config
         dense = sum(self.parameters[name].numel() for group in self.groups for name in group.dense_names)
         settings: dict[str, Any] = {
             "model": model,
@@ -169,8 +170,8 @@ class Engine:
         settings |= {name: each for name, each in config.settings().items() if name not in settings}
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         header = {"kind": "run", "version": VERSION, "started": started, "step": self.next_step}
-        self.sinks.log({**header, "workers": self.comm.size, "rank": self.comm.rank, "numel": numel,
-                        "sparse_numel": numel - dense, "config": settings})  # fmt: skip
+        self.sinks.log({**header, "workers": self.comm.size, "rank": self.comm.rank, "numel": self.numel,
+                        "sparse_numel": self.numel - dense, "config": settings})  # fmt: skip
 
     def log(self, figures: Mapping[str, float | None]) -> None:
         """Hand figures of a script to the sinks, as those of the step that backward() made last."""

@@ -73,7 +73,7 @@ def _settings(run: Run) -> Table:
     settings = {"started": run.header.get("started"), "workers": run.workers}
     settings |= {heading: run.header.get(name) for heading, name in planned.items()}
     settings |= {name: config[name] for name in SETTINGS if name in config}
-    rows = [(name, _plain(value)) for name, value in settings.items()]
+    rows = [(name, _plain(value)) for name, value in settings.items() if value not in (None, [])]
     return Table("settings", "The run", "As it said when it started.", {"setting": "text", "value": "text"}, rows)
 
 
@@ -130,8 +130,9 @@ def _time(run: Run) -> Table:
     parts = [("training", SPLIT[name], part) for name, part in run.split_of().items()]
     parts += [("exchange", name, part) for name, part in run.phases_of().items()]
     rows = [
-        [thread, name, total(part), quotient(total(part), whole), *_means(run, part)] for thread, name, part in parts
-    ]
+        [thread, name, total(part), quotient(total(part), whole), *_means(run, part)]
+        for thread, name, part in parts if total(part) is not None
+    ]  # fmt: skip
     about = "The exchange works while backward still computes: only the wait is in the step's time."
     columns = {"thread": "text", "part": "text", "seconds": "seconds", "of a step": "share"}
     columns |= {"a dense step": "seconds", "a sparse step": "seconds"}

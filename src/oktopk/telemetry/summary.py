@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from oktopk.telemetry.format import format_value
+from oktopk.telemetry.notebook import as_html
 from oktopk.telemetry.record import ratio_of, sparsity_of
 from oktopk.telemetry.schema import StepRecord, add_by_name
 
@@ -112,6 +113,12 @@ class Summary:
         return self.dense.skipped + self.sparse.skipped
 
     @property
+    def sent_of_dense(self) -> float | None:
+        """Bytes that a sparse step sends, as a part of a dense one's; None before there are both."""
+        dense, sparse = self.dense.sent_bytes_per_step, self.sparse.sent_bytes_per_step
+        return sparse / dense if dense and sparse is not None else None
+
+    @property
     def verdict(self) -> str | None:
         """Whether compression pays here; None before there are dense and sparse steps to compare."""
         dense, sparse = self.dense, self.sparse
@@ -119,19 +126,35 @@ class Summary:
         sent = dense.sent_bytes_per_step, sparse.sent_bytes_per_step
         return verdict((dense.seconds_per_step, sparse.seconds_per_step), sent, exchange_s)
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[tuple[str, ...]]:
         names = ["steps", "sparsity", "compression_ratio", "selected_per_wanted", "sent_bytes", "received_bytes"]
         names += ["sent_bytes_per_step", "seconds_per_step"]
         rows = [(name, getattr(self.dense, name), getattr(self.sparse, name)) for name in names]
         for name in sorted({*self.dense.seconds, *self.sparse.seconds}):
             rows.append((f"seconds in {name}", self.dense.seconds.get(name), self.sparse.seconds.get(name)))
-        lines = [f"{'':24}{'dense':>16}{'sparse':>16}"]
-        for name, *values in rows:
-            written = (format_value(value, "count" if isinstance(value, int) else "number") for value in values)
-            lines.append(f"{name:24}" + "".join(f"{text:>16}" for text in written))
-        lines.append(f"compression was active on {self.sparse.steps} of {self.steps} steps")
+        shown = [(name, *(format_value(value, "count" if isinstance(value, int) else "number") for value in values))
+                 for name, *values in rows]  # fmt: skip
+        of_dense = (1.0 if self.dense.steps else None, self.sent_of_dense)
+        share = ("sent, of a dense step", *(format_value(each, "share") for each in of_dense))
+        return [*shown[: len(names)], share, *shown[len(names) :]]
+
+    @property
+    def _said(self) -> str:
+        lines = [f"compression was active on {self.sparse.steps} of {self.steps} steps"]
         if says := self.verdict:
             lines.append(says)
         if self.nonfinite:
             lines.append(f"skipped {self.nonfinite} steps with a non-finite gradient")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rows = [("", "dense", "sparse"), *self._rows()]
+        return "\n".join([*(f"{name:24}{dense:>16}{sparse:>16}" for name, dense, sparse in rows), self._said])
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table and a figure, for notebooks."""
+        of = {"bytes": "sent_bytes_per_step", "seconds": "seconds_per_step"}
+        phases = {"dense": self.dense, "sparse": self.sparse}
+        bars = {f"{unit} a step": (unit, {name: getattr(phase, figure) for name, phase in phases.items()})
+                for unit, figure in of.items()}  # fmt: skip
+        return as_html(self._rows(), bars, self._said)
