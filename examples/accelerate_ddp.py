@@ -31,13 +31,15 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(1)  # two processes on one machine
     set_seed(1)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, log_with="tensorboard" if args.records else None, project_dir=args.records)
+    accelerator.init_trackers("tensorboard")
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
     model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(make_data(), batch_size=BATCH))
 
     # oktopk.attach(model, ...) would do; this one also hooks into save_state and load_state.
-    sparse = attach(accelerator, model, oktopk.OkTopk(density=0.05), dense_steps=10)
+    records = [oktopk.JsonlSink(args.records / f"metrics-{accelerator.process_index}.jsonl")] if args.records else []
+    sparse = attach(accelerator, model, oktopk.OkTopk(density=0.05), dense_steps=10, sinks=records)
     if args.checkpoint and args.checkpoint.exists():
         accelerator.load_state(str(args.checkpoint))
 
@@ -49,6 +51,7 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             losses.append(loss.item())
+            accelerator.log({"loss": losses[-1]}, step=sparse.step)  # and the figures of the exchange
     assert sparse.active
     if args.checkpoint:
         accelerator.save_state(str(args.checkpoint))
@@ -80,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, help="save into this folder at the end; go on from it if it is there"
     )
+    parser.add_argument("--records", type=Path, help="a folder for TensorBoard's files and for oktopk's records")
     return parser.parse_args()
 
 

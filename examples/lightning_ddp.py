@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 from pathlib import Path
 
 import lightning
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,14 +51,18 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(1)  # two processes on one machine
     lightning.seed_everything(1, verbose=False)
-    compress = OktopkCallback(oktopk.OkTopk(density=0.05), dense_steps=10)
+    records = (
+        [oktopk.JsonlSink(args.records / f"metrics-{os.environ.get('LOCAL_RANK', 0)}.jsonl")] if args.records else []
+    )
+    compress = OktopkCallback(oktopk.OkTopk(density=0.05), dense_steps=10, sinks=records)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy="ddp",
         max_epochs=args.epochs,
         callbacks=[compress, Check()],
-        logger=False,
+        logger=TensorBoardLogger(args.records) if args.records else False,
+        log_every_n_steps=10,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -98,6 +104,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4, help=f"of {EPOCH_STEPS} steps each")
     parser.add_argument("--checkpoint", type=Path, help="save into this file at the end; go on from it if it is there")
+    parser.add_argument("--records", type=Path, help="a folder for TensorBoard's files and for oktopk's records")
     return parser.parse_args()
 
 

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset
+from torch.utils.tensorboard import SummaryWriter
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import oktopk
@@ -33,15 +35,16 @@ def main() -> None:
     torch.set_num_threads(1)  # two processes on one machine
     set_seed(1)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = make_trainer(args.checkpoint or Path(scratch), args.steps, save=args.checkpoint is not None)
-        compress = attach(trainer, oktopk.OkTopk(density=0.05), dense_steps=10)
+        trainer = make_trainer(args.checkpoint or Path(scratch), args.steps, args.checkpoint is not None, args.records)
+        records = [oktopk.JsonlSink(args.records / f"metrics-{dist.get_rank()}.jsonl")] if args.records else []
+        compress = attach(trainer, oktopk.OkTopk(density=0.05), dense_steps=10, sinks=records)
         last = get_last_checkpoint(args.checkpoint) if args.checkpoint and args.checkpoint.exists() else None
         trainer.train(resume_from_checkpoint=last)
     report(trainer, compress.sparse)
     dist.destroy_process_group()
 
 
-def make_trainer(folder: Path, steps: int, save: bool) -> Trainer:
+def make_trainer(folder: Path, steps: int, save: bool, logs: Path | None) -> Trainer:
     """Nothing here knows of oktopk."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -65,7 +68,8 @@ def make_trainer(folder: Path, steps: int, save: bool) -> Trainer:
         report_to="none",
         disable_tqdm=True,
     )
-    return Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=Walks())
+    callbacks = [TensorBoardCallback(SummaryWriter(logs))] if logs else None
+    return Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=Walks(), callbacks=callbacks)
 
 
 class Walks(Dataset[dict[str, Tensor]]):
@@ -103,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, help="save into this folder at the end; go on from it if it is there"
     )
+    parser.add_argument("--records", type=Path, help="a folder for TensorBoard's files and for oktopk's records")
     return parser.parse_args()
 
 

@@ -2,8 +2,11 @@
 
 import sys
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from oktopk.telemetry.run import load_run
 from tests.integrations.examples import ROOT, TORCHRUN, run, run_example
 
 PACKAGES = ["lightning", "accelerate", "transformers"]
@@ -33,8 +36,13 @@ def trainer(request):
 
 
 @pytest.fixture(scope="module")
-def ran(trainer):
-    return run_example(*EXAMPLES[trainer])
+def logs(trainer, tmp_path_factory):
+    return tmp_path_factory.mktemp(trainer)
+
+
+@pytest.fixture(scope="module")
+def ran(trainer, logs):
+    return run_example(*EXAMPLES[trainer], "--records", logs)
 
 
 def test_it_trains_and_compresses(ran):
@@ -43,6 +51,20 @@ def test_it_trains_and_compresses(ran):
     assert ran.active_of_steps == (70, 80)
     assert "oktopk: OkTopk(density=0.05" in ran.output
     assert ran.weights["0"] == ran.weights["1"]
+
+
+def test_figures_go_both_ways(ran, logs):
+    scalars = dict[str, list[int]]()
+    for file in logs.rglob("events.out.*"):
+        events = EventAccumulator(str(file)).Reload()
+        for tag in events.Tags()["scalars"]:
+            scalars.setdefault(tag, []).extend(event.step for event in events.Scalars(tag))
+    (steps,) = (steps for tag, steps in scalars.items() if tag.endswith("oktopk/bytes/sent"))  # some say train/ first
+    assert {10, 20, 80} <= set(steps) <= {*range(81)}
+    record = load_run(logs / "metrics-0.jsonl")
+    known = record.loss[~np.isnan(record.loss)]
+    assert len(known) >= 8
+    assert known[-1] < known[0]
 
 
 RESUMED = [pytest.param(name, marks=slow if name == "lightning" else long) for name in PACKAGES]

@@ -5,19 +5,59 @@
     from oktopk.integrations.transformers import attach           # attach(trainer, "oktopk")
 
 Each attaches to the DDP model inside the trainer, hands over the GradScaler, and puts the residuals into the
-checkpoints. `docs/trainers.md` lists the hooks that each trainer drops without a word.
+checkpoints. Figures go both ways: the trainer's logger gets those of the exchange, the record gets the trainer's.
+`docs/trainers.md` lists the hooks that each trainer drops without a word.
 """
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk import Attached, SettingError, load_distributed
+from oktopk import Attached, SettingError, StepRecord, load_distributed
 
 FOLDER = "oktopk"
 """Name of the folder of the residuals in a checkpoint."""
+
+PREFIX = "oktopk/"
+"""Beginning of the names of the exchange's figures in a trainer's logger."""
+
+
+class Latest:
+    """A sink that keeps the latest record, so that a trainer's thread can log it without a wait."""
+
+    def __init__(self) -> None:
+        self._record: StepRecord | None = None
+
+    def write(self, record: StepRecord) -> None:
+        """Keep the record."""
+        self._record = record
+
+    def close(self) -> None:
+        """Keep the last one."""
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the record under the names of a logger; none before the first step."""
+        return {} if self._record is None else {PREFIX + tag: each for tag, each in self._record.scalars().items()}
+
+    def among(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of `attach` with this sink among the sinks."""
+        return {**settings, "sinks": [*settings.get("sinks", ()), self]}
+
+
+def log_numbers(attached: Attached, values: Mapping[str, Any]) -> None:
+    """Put those of a trainer's figures that are numbers into the record."""
+    numbers = {name: each for name, each in values.items() if not name.startswith(PREFIX) and _is_number(each)}
+    if numbers:
+        attached.log(**numbers)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
 def ddp_of(model: object, how: str) -> DistributedDataParallel:

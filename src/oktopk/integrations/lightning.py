@@ -4,14 +4,14 @@ Lightning's own `DDPStrategy(ddp_comm_hook=...)` registers a hook on CUDA only, 
 attaches on any device.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
 from oktopk import Attached, attach
 from oktopk.algorithms import Algorithm
-from oktopk.integrations import ddp_of
+from oktopk.integrations import Latest, ddp_of, log_numbers
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -30,7 +30,8 @@ class OktopkCallback(Callback):
 
     def __init__(self, algorithm: Algorithm | str, **settings: Any) -> None:
         self.sparse: Attached | None = None
-        self._algorithm, self._settings = algorithm, settings
+        self._latest = Latest()
+        self._algorithm, self._settings = algorithm, self._latest.among(settings)
         self._loaded: list[dict[str, Any]] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -41,6 +42,15 @@ class OktopkCallback(Callback):
         if self._loaded is not None:
             self.sparse.load_state_dict(self._loaded[self.sparse.rank % len(self._loaded)])
             self._loaded = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Log the exchange's figures where Lightning logs, as often, and put Lightning's into the record."""
+        if self.sparse is None or trainer.global_step % trainer.log_every_n_steps:
+            return
+        outputs = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+        log_numbers(self.sparse, {"loss": outputs.get("loss"), **trainer.callback_metrics})
+        for logger in trainer.loggers:
+            logger.log_metrics(self._latest.figures(), step=trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: MutableMapping[str, Any]) -> None:  # noqa: ARG002
         """Gather every rank's state into the one file that Lightning writes. All ranks call this."""

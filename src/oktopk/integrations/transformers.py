@@ -12,7 +12,7 @@ from typing import Any
 import oktopk
 from oktopk import Attached, save_distributed
 from oktopk.algorithms import Algorithm
-from oktopk.integrations import FOLDER, ddp_of, load_beside
+from oktopk.integrations import FOLDER, Latest, ddp_of, load_beside, log_numbers
 
 try:
     from transformers import TrainerCallback
@@ -38,7 +38,8 @@ class OktopkCallback(TrainerCallback):
     def __init__(self, trainer: Any, algorithm: Algorithm | str, settings: dict[str, Any]) -> None:
         self.sparse: Attached | None = None
         self._model: Any = None  # the one to which `sparse` is attached
-        self._trainer, self._algorithm, self._settings = trainer, algorithm, settings
+        self._latest = Latest()
+        self._trainer, self._algorithm, self._settings = trainer, algorithm, self._latest.among(settings)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Attach: the model is in DDP, and the checkpoint, if any, is loaded."""
@@ -51,6 +52,17 @@ class OktopkCallback(TrainerCallback):
             self._model = model
         if state.global_step:
             load_beside(args.resume_from_checkpoint or self._checkpoint(args, state), self.sparse)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Log the exchange's figures where the trainer logs, as often."""
+        if control.should_log and (figures := self._latest.figures()):
+            self._trainer.log(figures)
+            control.should_log = True  # log() takes it back, and the trainer's own figures are still to come
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        """Put the trainer's figures into the record."""
+        if self.sparse is not None and self.sparse.active:
+            log_numbers(self.sparse, logs or {})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Put the residuals into the checkpoint that the trainer has just written. All ranks call this."""
