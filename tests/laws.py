@@ -93,7 +93,7 @@ def check_budget(case: Case, steps: Sequence[Step]) -> None:
         assert cost.least <= words <= cost.most, f"{case}, rank {rank}: {words} words, {cost}"
         assert step.record.messages <= cost.messages
         if isinstance(case.algorithm, OkTopk):
-            assert cost.least == cost.most
+            assert cost.least == cost.most or case.algorithm.codec(case.numel).wire != "fp32"  # packed by region
             assert words <= bounded_words(case)
 
 

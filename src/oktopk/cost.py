@@ -9,7 +9,7 @@ measures, a step is predicted in seconds:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import singledispatch
 from typing import Any
 
@@ -149,9 +149,12 @@ def _(algorithm: TopkDSA, numel: int, size: int, rank: int = 0, segments: int = 
 
 @predict.register
 def _(algorithm: OkTopk, numel: int, size: int, rank: int = 0, segments: int = 1) -> Cost:  # noqa: ARG001
-    k, peers = num_selected(numel, algorithm.density), size - 1
-    words = algorithm.codec(numel).words(capacity_of(k, algorithm.slack, size)) * peers
-    return exactly(2 * words, 2 * peers, Call("all_to_all", words), Call("all_gather", words))
+    k, peers, codec = num_selected(numel, algorithm.density), size - 1, algorithm.codec(numel)
+    capacity = capacity_of(k, algorithm.slack, size)
+    # Packed indices take less room in shorter regions, and the longest region is between numel / size and numel.
+    least, most = (replace(codec, span=span).words(capacity) * peers for span in (-(-numel // size), numel))
+    calls = Call("all_to_all", least), Call("all_gather", least)
+    return Cost(2 * least, 2.0 * least, 2 * most, 2 * peers, calls)
 
 
 @predict.register

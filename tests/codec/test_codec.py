@@ -56,15 +56,15 @@ def test_float64_loses_to_float32_and_says_so() -> None:
 @pytest.mark.parametrize(("numel", "wire", "capacity", "words"), [
     (100, "fp32", 0, 0),
     (100, "fp32", 7, 14),
-    (100, "bf16", 7, 2 + 4),  # gaps of 8 bits
-    (10_000_000, "bf16", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 5_000),  # of 12, up to 2,441 of them empty
-    (100_000_000, "bf16", 10_000, (10_000 + 1_526) // 2 + 5_000),  # of 16
+    (100, "bf16", 7, 1 + 1 + 4),  # two low bits each, and 7 + 24 bits
+    (10_000_000, "bf16", 10_000, 9 * 10_000 // 32 + 1 + (10_000 + 19_531) // 32 + 1 + 5_000),  # 9 low bits
+    (100_000_000, "bf16", 10_000, 13 * 10_000 // 32 + 1 + (10_000 + 12_207) // 32 + 1 + 5_000),  # 13
     (10_000_000, "bf16", 3, 3 + 2),  # too few to be worth packing
     (2**31 - 1, "fp32", 5, 10),
     (2**31, "fp32", 5, 10 + 6),
     (2**31, "bf16", 5, 10 + 4),
     (100, "int8", 7, 2 + 1 + 2),  # one scale
-    (10_000_000, "int8", 10_000, 3 * (10_000 + 2_442) // 8 + 1 + 40 + 2_500),
+    (10_000_000, "int8", 10_000, 9 * 10_000 // 32 + 1 + (10_000 + 19_531) // 32 + 1 + 40 + 2_500),
     (2**31, "int8", 5, 10 + 4),
 ])  # fmt: skip
 def test_the_size_of_a_block(numel: int, wire: str, capacity: int, words: int) -> None:
@@ -99,7 +99,7 @@ def block_of(wire: str, numel: int, count: int = 600, capacity: int = 700) -> tu
 @pytest.mark.parametrize(("kind", "word", "written", "said"), [
     (PLAIN, 0, -1, "says -1 pairs, where there can be 0 to 700"),
     (PLAIN, 0, 701, "says 701 pairs"),
-    (PLAIN, 1, 1, "says 1 slots, where there can be 0 to 0"),
+    (PLAIN, 1, 1, "says 1 low bits an index, and here 0"),
     (PLAIN, 2, -5, "note"),
     (PLAIN, 3, -(2**31), "note"),
     (PLAIN, HEADER_WORDS, -1, "leave 0..9999"),
@@ -109,17 +109,18 @@ def block_of(wire: str, numel: int, count: int = 600, capacity: int = 700) -> tu
     (PLAIN, HEADER_WORDS + 701, 0x7FC00000, "NaN"),
     (PLAIN, HEADER_WORDS + 702, -1, "NaN"),
     (PACKED, 0, 2**31 - 1, "pairs"),
-    (PACKED, 1, -1, "says -1 slots"),
-    (PACKED, 1, 599, "says 599 slots, where there can be 600"),
-    (PACKED, 1, 2**31 - 1, "slots"),
-    (PACKED, 0, 599, "600 indices"),
-    (PACKED, HEADER_WORDS, -1, "indices"),
+    (PACKED, 1, -1, "says -1 low bits"),
+    (PACKED, 1, 2**31 - 1, "low bits"),
+    (PACKED, 0, 599, "holds more indices"),
+    (PACKED, 0, 601, "holds 600 indices"),
+    (PACKED, HEADER_WORDS + 66 + 1, 0, "indices"),  # the bit vector, behind 700 times 3 low bits
+    (PACKED, HEADER_WORDS + 66 + 1, -1, "holds more indices"),
     (PACKED, -178, 0x7FC00000, "scale"),
     (PACKED, -178, -0x40800000, "scale"),  # -1.0
     (PACKED, -178, 0x7F800000, "NaN or infinite"),
 ])  # fmt: skip
 def test_a_block_that_cannot_be_is_refused(kind: tuple[str, int], word: int, written: int, said: str) -> None:
-    """-1 slots made room for none and wrote thousands; NaN was ranked, which wrote behind a histogram."""
+    """A count of -1 made room for none and wrote thousands; NaN was ranked, which wrote behind a histogram."""
     codec, block = block_of(*kind)
     codec.decode(block, torch.float32, 700)
     block[word] = written

@@ -62,7 +62,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, kernels):
 
 
 def test_a_kernel_that_raises_is_a_finding_and_the_rest_goes_on(monkeypatch):
-    monkeypatch.setattr(NumpyKernels, "pack", lambda *_: 1 / 0)
+    monkeypatch.setattr(NumpyKernels, "pack_", lambda *_: 1 / 0)
     table, report = examined(), examined("--json")
     assert (table.exit_code, report.exit_code) == (1, 1)
     check_words(table.stdout, "ZeroDivisionError", "add and select")

@@ -15,10 +15,11 @@ from numba.core import config
 
 from oktopk import MalformedError, Sparse
 from oktopk.codec import HEADER_WORDS, Codec
-from oktopk.codec.indices import WIDTHS
+from oktopk.codec.indices import field_words
 from oktopk.codec.values import WIRES
 from oktopk.kernels import REFERENCE, WORTH_COMPILING
 from oktopk.kernels.numba_cpu import NumbaKernels
+from oktopk.kernels.reference import bits_of
 
 LENGTHS = (0, 1, 7, 127, 128, 129, 1000, 4096, 4097, WORTH_COMPILING - 1, WORTH_COMPILING + 3, 70_000)
 NUMBA = NumbaKernels()
@@ -110,15 +111,23 @@ class Fuzz:
                 self.attempt(NUMBA.spread, index, what, out)
 
     def over_packed(self, numel):
-        width = int(self.rng.choice(WIDTHS))
+        low_bits, start = int(self.rng.integers(1, 32)), int(self.rng.choice([0, 0, 1, 7]))
         index = self.indices(int(self.rng.integers(numel + 1)), numel)
-        if not len(index) or int(index[-1]) < 1 << 31:  # for longer vectors nothing is packed
-            packed = self.attempt(NUMBA.pack, index, width)
-            assert packed is None or torch.equal(NUMBA.unpack(*packed, width), index)
-        some, fits = self.any_bits(numel, np.uint8), numel * 8 // width
-        for slots in (-1, 0, fits, fits + 1, int(self.rng.integers(fits + 1)), 2**31 - 1, -(2**31)):
-            found = self.attempt(NUMBA.unpack, some, slots, width)
-            assert found is None or torch.equal(found, REFERENCE.unpack(some, slots, width))
+        sizes = field_words(numel, len(index), low_bits)
+        for less in (0, 1):  # a word too few is refused, not written
+            words = [max(size - less, 0) for size in sizes]
+            with self.between_canaries(words[0], np.int32) as lows, self.between_canaries(words[1], np.int32) as highs:
+                lows.zero_(), highs.zero_()
+                done = self.refused
+                self.attempt(NUMBA.pack_, index, start, low_bits, lows, highs)
+                if done == self.refused:
+                    assert torch.equal(NUMBA.unpack(lows, highs, start, low_bits, len(index)), index)
+        lows, highs = self.any_bits(numel, np.int32), self.any_bits(numel // 3 + 1, np.int32)
+        ones, fits = int(bits_of(highs).sum()), 32 * numel // low_bits
+        for count in (-1, 0, ones, ones - 1, ones + 1, fits, fits + 1, 2**31 - 1, -(2**31)):
+            for bits in (low_bits, 0, -1, 32, 64):
+                found = self.attempt(NUMBA.unpack, lows, highs, start, bits, count)
+                assert found is None or torch.equal(found, REFERENCE.unpack(lows, highs, start, bits, count))
 
     def over_blocks(self):
         numel = int(self.rng.choice([1, 300, 70_000, 10_000_000, 2**31 - 1, 2**31, 2**40]))

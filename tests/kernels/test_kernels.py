@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import pad
 
 from oktopk import MalformedError
+from oktopk.codec.indices import field_words
 from oktopk.kernels import NUMPY, REFERENCE, WORTH_COMPILING, kernels_for, reference
 from oktopk.kernels.numba_cpu import NumbaKernels
 from oktopk.kernels.numpy_cpu import PIECE
@@ -180,18 +180,19 @@ def test_is_increasing_is_what_its_words_say(index):
         assert kernels.is_increasing(torch.tensor(index, dtype=torch.int64)) == (index == sorted(set(index)))
 
 
-GAPS = [1, 2, 254, 255, 256, 4094, 4095, 4096, 65534, 65535, 65536, 200_000]
+GAPS = [1, 2, 31, 32, 33, 254, 255, 4095, 4096, 65535, 65536, 200_000]
 
 
-@given(st.sampled_from([8, 12, 16]), st.lists(st.sampled_from(GAPS), max_size=40))
-def test_pack_and_unpack_are_the_references(width, gaps):
-    index = torch.tensor(gaps, dtype=torch.int64).cumsum(0)
-    wanted, slots = REFERENCE.pack(index, width)
-    packed, num_slots = NUMBA.pack(index, width)
-    assert num_slots == slots
-    assert torch.equal(pad(packed, (0, len(wanted) - len(packed))), wanted)  # which fills up whole bytes, with zeros
+@given(st.integers(1, 17) | st.just(31), st.lists(st.sampled_from(GAPS), max_size=40), st.integers(0, 2**31))
+def test_pack_and_unpack_are_the_references(low_bits, gaps, start):
+    index = start + torch.tensor(gaps, dtype=torch.int64).cumsum(0)
+    sizes = field_words(sum(gaps) + 1, len(index) + 1, low_bits)
+    wanted, packed = ([torch.zeros(words, dtype=torch.int32) for words in sizes] for _ in range(2))
+    REFERENCE.pack_(index, start, low_bits, *wanted)
+    NUMBA.pack_(index, start, low_bits, *packed)
+    assert all(map(torch.equal, packed, wanted))
     for kernels in PACKING:
-        assert torch.equal(kernels.unpack(pad(packed, (0, 4)), slots, width), index)
+        assert torch.equal(kernels.unpack(*packed, start, low_bits, len(index)), index)
 
 
 def refused(kernels, name, says, *args):
@@ -201,7 +202,7 @@ def refused(kernels, name, says, *args):
 
 
 def test_arguments_that_cannot_be_are_refused():
-    """-1 slots made room for none, and a NaN with its sign bit set was counted behind the last bin."""
+    """A count of -1 made room for none, and a NaN with its sign bit set was counted behind the last bin."""
     for dtype, nan in itertools.product((torch.float32, torch.float64), (math.nan, -math.nan)):
         score = random(20_000, dtype).abs()
         score[77] = nan
@@ -209,11 +210,16 @@ def test_arguments_that_cannot_be_are_refused():
             refused(KERNELS, "kth_largest", "a score is NaN", score, k)
     for k in (0, -1, 4):
         refused(KERNELS, "kth_largest", "k must be 1 to 3", torch.ones(3), k)
-    for width, slots in itertools.product((8, 12, 16), (-1, 2**31 - 1, -(2**31))):
-        room = torch.zeros(20_000, dtype=torch.uint8)
-        refused(PACKING, "unpack", f"do not hold {slots} slots of {width} bits", room, slots, width)
+    words = torch.zeros(2, 20_000, dtype=torch.int32)
+    for low_bits, count in itertools.product((1, 8, 31), (-1, 2**31 - 1, -(2**31))):
+        refused(PACKING, "unpack", f"do not hold {low_bits} bits of each of {count}", *words, 0, low_bits, count)
+    for low_bits in (0, 32, -1):
+        refused(PACKING, "unpack", f"do not hold {low_bits} bits", *words, 0, low_bits, 1)
     for index in ([-1, 3], [5, 3], [10**6, 0], [3, 3]):
-        refused(PACKING, "pack", "strictly increasing", torch.tensor(index), 8)
+        refused(PACKING, "pack_", "strictly increasing", torch.tensor(index), 0, 8, *words)
+    refused(PACKING, "pack_", "strictly increasing", torch.tensor([4, 5]), 5, 8, *words)
+    refused(PACKING, "pack_", "do not hold the high parts", torch.tensor([4, 32 * 20_000 * 8]), 0, 3, *words)
+    refused(PACKING, "pack_", "do not hold 8 bits", torch.tensor([4, 5]), 0, 8, words[0, :0], words[1])
     for index in ([-1, 3], [5, 3], [0, 20_000]):
         arguments = torch.tensor(index), torch.ones(2), torch.empty(20_000)
         refused([NUMBA], "spread", r"within 0\.\.19999", *arguments)

@@ -11,7 +11,7 @@ residual.
 Demand is the number of pairs that the ranks wanted to send to a region; each rank wants about k, so all demands add up
 to about P k. No sizes are exchanged, and no block is moved to balance others. The headers carry each rank's input
 status and the demands. From these all ranks cut fairer regions alike when a region's demand exceeds its capacity.
-A rank sends 4 c (P-1) words and its headers, always.
+A rank sends 4 c (P-1) words and its headers, always; packed, fewer, as the lengths of the regions say.
 
 Two rules bound the wait of every element (docs/learning.md). In every sixteenth step half of an owner's share goes in
 turn, so that sums which are small, or zero, are delivered. In every eighth step all ranks also send the same elements
@@ -19,7 +19,7 @@ turn, so that sums which are small, or zero, are delivered. In every eighth step
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -82,6 +82,7 @@ class OkTopk(OkTopkSettings):
         capacity = capacity_of(k, self.slack, comm.size)
         if k == state.numel:  # all of it fits into even regions alone
             state.cuts = even_cuts(state.numel, comm.size)
+        codec = replace(codec, span=int(state.cuts.diff().max()))
         sweep = state.sweep(k, state.cuts, comm, acc.device)
         width = sweep_width(k, comm.size) if sweep is not None else 0
         with comm.phase("select"):
@@ -89,14 +90,14 @@ class OkTopk(OkTopkSettings):
         with comm.phase("pack"):
             shown = sweep if inputs.status == InputStatus.FINE else None
             demands, parts = _fit(wanted, capacity - width, acc, state, shown)
-            blocks, sent, lost = _pack(parts, demands, capacity, inputs.status, codec)
+            blocks, sent, lost = _pack(parts, demands, capacity, inputs.status, codec, state.cuts)
         with comm.phase("exchange"):
             arrived = comm.all_to_all(blocks)
         with comm.phase("reduce"):
             region, demand = _sum(arrived, capacity, state, codec, acc.dtype, comm.rank)
             share = region.nnz if k == state.numel else math.ceil(demand / comm.size) + width
             kept = _largest(region, min(share, capacity), state, sweep)
-            block, error = codec.encode(kept, capacity, note=demand)
+            block, error = codec.encode(kept, capacity, note=demand, start=int(state.cuts[comm.rank]))
         with comm.phase("gather"):
             gathered = comm.all_gather(block)
         with comm.phase("apply"):
@@ -165,13 +166,13 @@ def _fit(
 
 
 def _pack(
-    parts: list[Sparse], demands: list[int], capacity: int, status: int, codec: Codec
+    parts: list[Sparse], demands: list[int], capacity: int, status: int, codec: Codec, cuts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a block for each owner, the indices that are in them, and what rounding takes from their values."""
     blocks = torch.zeros(len(parts), codec.words(capacity), dtype=torch.int32, device=parts[0].index.device)
     errors = [
-        codec.encode_into_(block, part, capacity, note=status or InputStatus.of(InputStatus.FINE, demand))
-        for block, part, demand in zip(blocks, parts, demands, strict=True)
+        codec.encode_into_(block, part, capacity, status or InputStatus.of(InputStatus.FINE, demand), low)
+        for block, part, demand, low in zip(blocks, parts, demands, cuts[:-1].tolist(), strict=True)
     ]
     return blocks, torch.cat([part.index for part in parts]), join_errors(errors)
 
@@ -182,7 +183,8 @@ def _sum(
     """Return the sum of this rank's region, in rank order, and how many pairs the ranks wanted to send to it."""
     low, high = state.cuts[rank : rank + 2].tolist()
     decoded = [
-        codec.decode(block, dtype, capacity, source=source, between=(low, high)) for source, block in enumerate(arrived)
+        codec.decode(block, dtype, capacity, source=source, start=low, between=(low, high))
+        for source, block in enumerate(arrived)
     ]
     demands = InputStatus.details([note for _, note in decoded], state.numel)
     return merge([part for part, _ in decoded]), sum(check_counts(demands, [high - low] * len(demands)))
@@ -202,7 +204,7 @@ def _unpack(
     """Return the pairs that all owners kept, and the demand for each region."""
     regions = list(pairwise(cuts.tolist()))
     decoded = [
-        codec.decode(block, dtype, capacity, source=owner, between=region, sums=True)
+        codec.decode(block, dtype, capacity, source=owner, start=region[0], between=region, sums=True)
         for owner, (block, region) in enumerate(zip(gathered, regions, strict=True))
     ]
     most = [len(regions) * (high - low) for low, high in regions]

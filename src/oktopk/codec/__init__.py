@@ -1,10 +1,10 @@
 """The layout of a block of pairs: one int32 message, header first.
 
     word 0      the number of pairs
-    word 1      the number of slots of their indices, where these are packed
+    word 1      the low bits of an index, where indices are packed, or 0
     word 2, 3   a note: one 62-bit number that rides along (low 31 bits first)
     then        capacity for the indices: int32, or int64 for vectors of 2**31 elements and more; on the narrower wires
-                the gaps between them, packed into 8, 12 or 16 bits each, if that is less (see `indices`)
+                packed, where that is less: low bits, then the bit vector of their high parts (see `indices`)
     then        capacity for the values, as wide as the wire makes them (see `values`)
 
 Indices are never floats, so they are exact at any length. `encode` returns the rounding error of the values with the
@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from oktopk.codec import values
-from oktopk.codec.indices import PLAIN, best_width, pack, packed_words
+from oktopk.codec.indices import PLAIN, best_low_bits, field_words
 from oktopk.codec.values import num_words
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
-from oktopk.kernels.reference import marker_of
 from oktopk.sparse import Sparse
 
 HEADER_WORDS = 4
@@ -34,10 +33,15 @@ _LOW = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes pairs of a vector of `numel` elements as words, and decodes them."""
+    """Encodes pairs of a vector of `numel` elements as words, and decodes them.
+
+    The indices of a block lie within `span` elements from its `start` on (default: anywhere in the vector). Sender and
+    receiver know both, and a shorter span makes a smaller block.
+    """
 
     numel: int
     wire: str = "fp32"
+    span: int | None = None
 
     @property
     def index_words(self) -> int:
@@ -51,34 +55,41 @@ class Codec:
 
     def words(self, capacity: int) -> int:
         """Return the words of a block of `capacity` pairs."""
-        return HEADER_WORDS + self._all_index_words(capacity) + self.value_words(capacity)
+        return HEADER_WORDS + sum(self._index_fields(capacity)) + self.value_words(capacity)
 
-    def _width(self, capacity: int) -> int:
-        """Return the bits of a slot; PLAIN where indices are not packed."""
-        return best_width(self.numel, capacity) if self.wire != "fp32" and self.index_words == 1 else PLAIN
+    def _low_bits(self, capacity: int) -> int:
+        """Return the low bits of an index; PLAIN where indices are not packed."""
+        return best_low_bits(self._span, capacity) if self.wire != "fp32" and self.index_words == 1 else PLAIN
 
-    def _all_index_words(self, capacity: int) -> int:
-        return self.index_words * packed_words(self.numel, capacity, self._width(capacity))
+    @property
+    def _span(self) -> int:
+        return self.numel if self.span is None else self.span
 
-    def encode(self, part: Sparse, capacity: int | None = None, note: int = 0) -> tuple[Tensor, Tensor | None]:
+    def _index_fields(self, capacity: int) -> tuple[int, ...]:
+        """Return the words of the fields of the indices: plain ones, or low bits and bit vector."""
+        low_bits = self._low_bits(capacity)
+        return (self.index_words * capacity,) if low_bits == PLAIN else field_words(self._span, capacity, low_bits)
+
+    def encode(
+        self, part: Sparse, capacity: int | None = None, note: int = 0, start: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """Return a new block with `part` and capacity for `capacity` pairs (default: its own), and the rounding error.
 
         The error has one element for each value of `part`. It is None where the wire is exact.
         """
         capacity = part.nnz if capacity is None else capacity
         block = torch.zeros(self.words(capacity), dtype=torch.int32, device=part.index.device)
-        return block, self.encode_into_(block, part, capacity, note)
+        return block, self.encode_into_(block, part, capacity, note, start)
 
-    def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0) -> Tensor | None:
-        """Write `part` and `note` into `block`, and no word beyond them; return the rounding error as `encode` does."""
-        indices, rest = self._fields(block, capacity)
-        width, slots = self._width(capacity), 0
-        if width == PLAIN:
-            (indices.view(torch.int64) if self.index_words == 2 else indices)[: part.nnz] = part.index
+    def encode_into_(self, block: Tensor, part: Sparse, capacity: int, note: int = 0, start: int = 0) -> Tensor | None:
+        """Write `part` and `note` into `block`, which is zero; return the rounding error as `encode` does."""
+        *indices, rest = self._fields(block, capacity)
+        low_bits = self._low_bits(capacity)
+        if low_bits == PLAIN:
+            (indices[0].view(torch.int64) if self.index_words == 2 else indices[0])[: part.nnz] = part.index
         elif part.nnz:
-            packed, slots = pack(part.index, width)
-            indices.view(torch.uint8)[: len(packed)] = packed
-        block[:HEADER_WORDS] = torch.tensor([part.nnz, slots, note & _LOW, note >> 31], dtype=torch.int32)
+            kernels_for(part.index).pack_(part.index, start, low_bits, *indices)
+        block[:HEADER_WORDS] = torch.tensor([part.nnz, low_bits, note & _LOW, note >> 31], dtype=torch.int32)
         return values.write_(self.wire, rest, part.value)
 
     def decode(
@@ -88,6 +99,7 @@ class Codec:
         capacity: int | None = None,
         *,
         source: int | None = None,
+        start: int = 0,
         between: tuple[int, int] | None = None,
         sums: bool = False,
     ) -> tuple[Sparse, int]:
@@ -98,16 +110,12 @@ class Codec:
         which may have overflowed.
         """
         try:
-            count, slots, note = self._header(block, capacity)
-            indices, rest = self._fields(block, count if capacity is None else capacity)
-            width = self._width(count if capacity is None else capacity)
-            if width == PLAIN:
-                index = (indices.view(torch.int64) if self.index_words == 2 else indices)[:count].long()
+            count, low_bits, note = self._header(block, capacity)
+            *indices, rest = self._fields(block, count if capacity is None else capacity)
+            if low_bits == PLAIN:
+                index = (indices[0].view(torch.int64) if self.index_words == 2 else indices[0])[:count].long()
             else:
-                packed = indices.view(torch.uint8)
-                index = kernels_for(packed).unpack(packed, slots, width)
-            if len(index) != count:
-                raise MalformedError(f"the header says {count} pairs, its {slots} slots hold {len(index)} indices")
+                index = kernels_for(block).unpack(indices[0], indices[1], start, low_bits, count)
             value = values.read(self.wire, rest, count, dtype)
             squares = float(value.dot(value))  # NaN if a value is; finite only if all are
             if math.isnan(squares) or not (sums or math.isfinite(squares) or bool(value.isfinite().all())):
@@ -120,24 +128,21 @@ class Codec:
         return part, note
 
     def _header(self, block: Tensor, capacity: int | None) -> tuple[int, int, int]:
-        """Return count, slots and note of a block, checked against each other and against its length."""
+        """Return count, low bits and note of a block, checked against each other and against its length."""
         if block.dtype != torch.int32 or len(block) < HEADER_WORDS:
             raise MalformedError(f"a block is {HEADER_WORDS} words of int32 or more, not {len(block)} of {block.dtype}")
-        count, slots, low, high = block[:HEADER_WORDS].tolist()
+        count, low_bits, low, high = block[:HEADER_WORDS].tolist()
         most = self.numel if capacity is None else min(capacity, self.numel)
         if not 0 <= count <= most:
             raise MalformedError(f"the header says {count} pairs, where there can be 0 to {most}")
         capacity = count if capacity is None else capacity
         if len(block) != self.words(capacity):
             raise MalformedError(f"a block of {count} pairs has {self.words(capacity)} words here, not {len(block)}")
-        width = self._width(capacity)
-        further = 0 if width == PLAIN or not count else (self.numel - 1) // marker_of(width)
-        fewest = 0 if width == PLAIN else count
-        if not fewest <= slots <= fewest + further:
-            raise MalformedError(f"the header says {slots} slots, where there can be {fewest} to {fewest + further}")
+        if low_bits != self._low_bits(capacity):
+            raise MalformedError(f"the header says {low_bits} low bits an index, and here {self._low_bits(capacity)}")
         if low < 0 or high < 0:
             raise MalformedError(f"a note is a number of 62 bits, not of the words {low} and {high}")
-        return count, slots, high << 31 | low
+        return count, low_bits, high << 31 | low
 
     def round(self, part: Sparse) -> tuple[Sparse, Tensor | None]:
         """Return `part` as it arrives, and the rounding error as `encode` returns it."""
@@ -145,9 +150,10 @@ class Codec:
         error = None if values.is_exact(self.wire, value.dtype) else part.value - value
         return Sparse(part.index, value, part.numel), error
 
-    def _fields(self, block: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        middle = HEADER_WORDS + self._all_index_words(capacity)
-        return block[HEADER_WORDS:middle], block[middle : middle + num_words(self.wire, capacity)]
+    def _fields(self, block: Tensor, capacity: int) -> tuple[Tensor, ...]:
+        """Return the words of the indices, in one field or two, and those of the values."""
+        sizes = [*self._index_fields(capacity), num_words(self.wire, capacity)]
+        return torch.split(block[HEADER_WORDS : HEADER_WORDS + sum(sizes)], sizes)
 
 
 def join_errors(errors: Iterable[Tensor | None]) -> Tensor | None:

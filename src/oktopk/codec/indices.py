@@ -1,41 +1,37 @@
-"""Sorted indices in few bits: the gaps between them, each in a slot of `width` bits.
+"""Sorted indices in few bits: the Elias-Fano code, whose size is known before the indices are.
 
-A slot of all ones, the marker, adds its value to the next gap, so that a gap of any size fits. All gaps of a vector of
-`numel` elements take at most numel // marker slots more than one each: the size of a block is known in advance.
+The low bits of all indices stand one after the other. The rest of an index, its high part, is told by the place of a
+one in a bit vector: index i with high part h sets bit h + i. `count` indices below `span` take count * low_bits bits
+and count + span / 2**low_bits bits, about half a bit an index more than their entropy.
 """
 
 from functools import lru_cache
 
-from torch import Tensor
-from torch.nn.functional import pad
+PLAIN = 0
+"""Low bits where indices are not packed, because that would not be shorter."""
 
-from oktopk.kernels import kernels_for
-from oktopk.kernels.reference import marker_of
-
-PLAIN = 32
-WIDTHS = (8, 12, 16)
 WORD_BITS = 32
+MOST_LOW_BITS = 31
 
 
 @lru_cache(maxsize=1024)  # called several times a block, with few capacities
-def best_width(numel: int, capacity: int) -> int:
-    """Return the width, of WIDTHS or PLAIN, that needs the fewest words for `capacity` indices below `numel`."""
-    return min((PLAIN, *WIDTHS), key=lambda width: packed_words(numel, capacity, width))
+def best_low_bits(span: int, capacity: int) -> int:
+    """Return the number of low bits that needs the fewest words for `capacity` indices below `span`, or PLAIN.
 
-
-def packed_words(numel: int, capacity: int, width: int) -> int:
-    """Return the words that hold any `capacity` indices below `numel`.
-
-    >>> packed_words(1_000_000, 10_000, 12) * 32 / 10_000  # bits an index
-    12.2944
+    >>> [best_low_bits(1_000_000, capacity) for capacity in (30_000, 10_000, 1_000, 1)]
+    [5, 6, 9, 0]
     """
-    if width == PLAIN or not capacity:
-        return capacity
-    slots = capacity + max(numel - 1, 0) // marker_of(width)
-    return -(-(slots + slots % 2) * width // WORD_BITS)  # two slots of 12 bits make three bytes
+    best = min(range(1, MOST_LOW_BITS + 1), key=lambda bits: sum(field_words(span, capacity, bits)))
+    return best if sum(field_words(span, capacity, best)) < capacity else PLAIN
 
 
-def pack(index: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return the indices (int64, sorted) as bytes, padded to whole words, and the number of slots."""
-    packed, slots = kernels_for(index).pack(index, width)
-    return pad(packed, (0, -len(packed) % (WORD_BITS // 8))), slots
+def field_words(span: int, capacity: int, low_bits: int) -> tuple[int, int]:
+    """Return the words of the low bits and of the bit vector for any `capacity` indices below `span`.
+
+    >>> [sum(field_words(1_000_000, 10_000, bits)) * 32 / 10_000 for bits in (5, 6, 7)]  # bits an index
+    [9.1296, 8.5632, 8.784]
+    """
+    if not capacity:
+        return 0, 0
+    highs = capacity + (max(span, 1) - 1 >> low_bits)
+    return -(-capacity * low_bits // WORD_BITS), -(-highs // WORD_BITS)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from oktopk.algorithms import OkTopk
-from oktopk.codec.indices import WIDTHS
+from oktopk.codec.indices import field_words
 from oktopk.comm import Comm, run_local
 from oktopk.cuda import reference as plain_torch
 from oktopk.cuda.reference import HEADER_WORDS, TILE, Found, bins
@@ -109,11 +108,10 @@ def _results(use: Kernels, grad: Tensor, residual: Tensor, seed: int) -> Results
     acc, out, above, dense = residual + grad, *(torch.full_like(residual, 7.0) for _ in range(3))
     use.spread(index, acc[index], dense)
     packed: list[Tensor | float] = []
-    for width in WIDTHS:
-        slots, count = use.pack(index, width)
-        whole = -(-(count + count % 2) * width // 8)  # a message has room for pairs of slots, zeros at the end
-        padded = pad(slots, (0, whole - len(slots)))
-        packed += [padded, count, use.unpack(padded, count, width)]
+    for low_bits in (1, 5, 12):
+        words = [torch.zeros(count, dtype=torch.int32) for count in field_words(numel, len(index), low_bits)]
+        use.pack_(index, 0, low_bits, words[0], words[1])
+        packed += [*words, use.unpack(words[0], words[1], 0, low_bits, len(index))]
     return {
         "accumulate": [use.accumulate(grad, residual, out), out],
         "accumulate_above": [*use.accumulate_above(grad, residual, above, bounds, floors), above],

@@ -28,7 +28,8 @@ from oktopk.kernels.reference import REFERENCE, Ends, Floors, Kernels
 LINE, CHUNK = 8, 128
 """Elements of a line and of a chunk. A comparison is a byte, so that a line of them is one 64-bit word, mostly zero."""
 
-BYTE_BITS, HALVES = 8, 12  # slots of 12 bits: two of them are three bytes
+BYTE_BITS = 8
+HALF_BITS, LOW_HALF = 32, np.uint64(0xFFFFFFFF)  # of a 64-bit word
 STREAM_BYTES = 32  # a vector register's
 BINS_LOG2 = 12
 WINDOW, WORD_BITS = 4096, 64
@@ -126,31 +127,21 @@ class NumbaKernels(Kernels):
             raise MalformedError(f"indices must be strictly increasing, and within 0..{len(result) - 1}")
         _spread(where, value.numpy(), result, np.zeros(WINDOW, result.dtype), _lead(result))
 
-    def pack(self, index: Tensor, width: int) -> tuple[Tensor, int]:
-        array, marker = index.numpy(), reference.marker_of(width)
-        if len(array) and not (array[0] >= 0 and _is_increasing(array)):
+    def pack_(self, index: Tensor, start: int, low_bits: int, lows: Tensor, highs: Tensor) -> None:
+        array = index.numpy()
+        if not len(array):
+            return
+        if array[0] < start or not _is_increasing(array):
             raise MalformedError(reference.NOT_PACKABLE)
-        most = len(array) + (int(array[-1]) // marker if len(array) else 0)
-        slots = np.zeros(most + 1, np.uint16)
-        count = int(_slots_of(array, marker, slots))
-        if width == HALVES:
-            packed = np.empty(3 * (-(-count // 2)), np.uint8)
-            _join(slots, packed)
-            packed = packed[: -(-count * width // BYTE_BITS)]
-        else:
-            packed = slots[:count].astype(f"u{width // BYTE_BITS}").view(np.uint8)
-        return torch.from_numpy(packed), count
+        reference.check_room(len(array), int(array[-1]) - start, low_bits, lows, highs)
+        _pack(array, start, low_bits, lows.numpy().view(np.uint32), highs.numpy().view(np.uint32))
 
-    def unpack(self, packed: Tensor, num_slots: int, width: int) -> Tensor:
-        reference.check_slots(len(packed), num_slots, width)
-        array = packed.numpy()
-        if width == HALVES:
-            slots = np.empty(num_slots + num_slots % 2, np.uint16)
-            _split(array, slots)
-        else:
-            slots = array[: num_slots * width // BYTE_BITS].view(f"u{width // BYTE_BITS}")
-        index = np.empty(num_slots + 1, np.int64)
-        return torch.from_numpy(index[: _indices_of(slots[:num_slots], reference.marker_of(width), index)])
+    def unpack(self, lows: Tensor, highs: Tensor, start: int, low_bits: int, count: int) -> Tensor:
+        reference.check_lows(lows, low_bits, count)
+        index = np.empty(count, np.int64)
+        words = lows.numpy().view(np.uint32), highs.numpy().view(np.uint32)
+        reference.check_ones(int(_unpack(*words, start, low_bits, index)), count)
+        return torch.from_numpy(index)
 
 
 def _check_alike(grad: Tensor, held: Tensor, out: Tensor) -> None:
@@ -468,55 +459,47 @@ def _spread_few(index, value, at, out, first, last):
 
 
 @_compiled
-def _slots_of(index, marker, slots):
-    """Write each gap in as many slots as it needs; return the number of slots.
+def _pack(index, start, low_bits, lows, highs):
+    """Write the low bits one after the other, and a one for each high part.
 
-    `pack` has checked that no gap is negative. Together they are the last index: one slot each and last // marker fit.
+    `pack_` has checked by `check_room` that the words hold the bits of the last index: the others lie before them.
     """
-    count, last = np.uintp(0), 0
+    mask, held, filled, word = (1 << low_bits) - 1, np.uint64(0), 0, 0
     for i in range(len(index)):
-        gap = index[i] - last
-        last = index[i]
-        while gap >= marker:
-            slots[count] = marker
-            count += np.uintp(1)
-            gap -= marker
-        slots[count] = gap
-        count += np.uintp(1)
-    return count
+        offset = index[i] - start
+        held |= np.uint64(offset & mask) << np.uint64(filled)  # filled < 32 and low_bits < 32: 63 bits at most
+        filled += low_bits
+        if filled >= HALF_BITS:
+            lows[word] = np.uint32(held & LOW_HALF)
+            held >>= np.uint64(HALF_BITS)
+            filled -= HALF_BITS
+            word += 1
+        place = (offset >> low_bits) + i
+        highs[place >> 5] |= np.uint32(1 << (place & 31))
+    if filled:
+        lows[word] = np.uint32(held)
 
 
 @_compiled
-def _indices_of(slots, marker, index):
-    """Write the index that each slot ends at, over the place of a marker; return their number.
+def _unpack(lows, highs, start, low_bits, index):
+    """Write an index for each one in `highs`; return their number, or one more than there is room for.
 
-    count <= i, and `index` has a place for each slot.
+    Index i needs low bits up to (i + 1) * low_bits, which `check_lows` has found in `lows`.
     """
-    count, place = np.uintp(0), np.int64(0)
-    for i in range(len(slots)):
-        place += slots[i]
-        index[count] = place
-        count += np.uintp(slots[i] != marker)
+    mask, held, filled, word, count = np.uint64((1 << low_bits) - 1), np.uint64(0), 0, 0, 0
+    for at in range(len(highs)):
+        ones = np.uint64(highs[at])
+        while ones:
+            if count == len(index):
+                return count + 1
+            if filled < low_bits:
+                held |= np.uint64(lows[word]) << np.uint64(filled)
+                filled += HALF_BITS
+                word += 1
+            high = at * HALF_BITS + np.int64(_lowest_bit(ones)) - count
+            index[count] = start + (high << low_bits | np.int64(held & mask))
+            held >>= np.uint64(low_bits)
+            filled -= low_bits
+            count += 1
+            ones &= ones - np.uint64(1)
     return count
-
-
-@_compiled
-def _join(slots, packed):
-    """Make three bytes of two slots of 12 bits; there is a slot, which is zero, behind an odd last one."""
-    for pair in range(len(packed) // 3):
-        low, high = slots[2 * pair], slots[2 * pair + 1]
-        packed[3 * pair] = low & 255
-        packed[3 * pair + 1] = low >> 8 | (high & 15) << 4
-        packed[3 * pair + 2] = high >> 4
-
-
-@_compiled
-def _split(packed, slots):
-    """Make two slots of three bytes; the last two bytes may be one slot: `check_slots`."""
-    whole = min(len(slots) // 2, len(packed) // 3)
-    for pair in range(whole):
-        first, middle, last = packed[3 * pair], packed[3 * pair + 1], packed[3 * pair + 2]
-        slots[2 * pair] = np.uint16(first) | np.uint16(middle & 15) << 8
-        slots[2 * pair + 1] = np.uint16(middle >> 4) | np.uint16(last) << 4
-    if whole < len(slots) // 2:
-        slots[2 * whole] = np.uint16(packed[3 * whole]) | np.uint16(packed[3 * whole + 1] & 15) << 8

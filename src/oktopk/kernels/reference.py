@@ -16,6 +16,7 @@ Floors = Sequence[float] | NDArray[np.float64]
 
 NO_SCORE = "a score is NaN, so that there is no k-th largest"
 NOT_PACKABLE = "indices must be strictly increasing, and none negative, to be packed"
+WORD_BITS = 32
 CHUNK = 1 << 17
 """Elements of a chunk, because a core's own cache holds as many with room to spare."""
 MEMORY = 0.9
@@ -95,33 +96,28 @@ class Kernels:
         """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
         out.zero_().index_copy_(0, index, value)
 
-    def pack(self, index: Tensor, width: int) -> tuple[Tensor, int]:
-        """Return the gaps between sorted indices in slots of 8, 12 or 16 bits, as bytes, and the number of slots.
+    def pack_(self, index: Tensor, start: int, low_bits: int, lows: Tensor, highs: Tensor) -> None:
+        """Write sorted indices from `start` on into words that are zero: their low bits, and their high parts.
 
-        A slot of all ones, the marker, adds its value to the gap of the next slot.
+        Index number i sets bit i + (index - start >> low_bits) of `highs`.
         """
-        slots = _slots(index, marker_of(width))
-        if width == 12:
-            even = torch.nn.functional.pad(slots, (0, len(slots) % 2)).view(-1, 2)
-            both = (even[:, 0] | even[:, 1] << 12).to(torch.int32)
-            packed = both.view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)
-        else:
-            packed = slots.to(torch.uint8 if width == 8 else torch.int16).view(torch.uint8)
-        return packed, len(slots)
+        offset = index - start
+        check_packable(offset, low_bits, lows, highs)
+        each = torch.arange(len(offset), device=index.device)
+        set_bits_(highs, (offset >> low_bits) + each)
+        bits = torch.arange(low_bits, device=index.device)
+        is_set = (offset[:, None] >> bits & 1).bool()
+        set_bits_(lows, (each[:, None] * low_bits + bits)[is_set])
 
-    def unpack(self, packed: Tensor, num_slots: int, width: int) -> Tensor:
-        """Return the indices that were packed into `num_slots` slots."""
-        check_slots(len(packed), num_slots, width)
-        if width == 8:
-            slots = packed[:num_slots].long()
-        elif width == 16:
-            slots = packed[: 2 * num_slots].view(torch.int16).long() & 0xFFFF
-        else:
-            bytes_ = packed[: 3 * ((num_slots + 1) // 2)].long()
-            three = torch.nn.functional.pad(bytes_, (0, -len(bytes_) % 3)).view(-1, 3)
-            first, second = three[:, 0] | (three[:, 1] & 15) << 8, three[:, 1] >> 4 | three[:, 2] << 4
-            slots = torch.stack([first, second], 1).view(-1)[:num_slots]
-        return slots.cumsum(0)[slots != marker_of(width)]
+    def unpack(self, lows: Tensor, highs: Tensor, start: int, low_bits: int, count: int) -> Tensor:
+        """Return the `count` indices that `pack_` wrote; raise if the words hold another number of them."""
+        check_lows(lows, low_bits, count)
+        place = bits_of(highs).nonzero().view(-1)
+        check_ones(len(place), count)
+        bits = torch.arange(low_bits, device=lows.device)
+        low = (bits_of(lows)[: count * low_bits].view(count, low_bits) << bits).sum(1)
+        high = place - torch.arange(count, device=lows.device)
+        return start + (high << low_bits | low)
 
 
 REFERENCE = Kernels()
@@ -163,27 +159,43 @@ def check_k(k: int, count: int) -> None:
         raise MalformedError(f"k must be 1 to {count}, the number of scores, not {k}")
 
 
-def check_slots(num_bytes: int, num_slots: int, width: int) -> None:
-    """Raise unless `num_bytes` bytes hold `num_slots` slots of `width` bits."""
-    if width not in (8, 12, 16) or not 0 <= num_slots <= num_bytes * 8 // width:
-        raise MalformedError(f"{num_bytes} bytes do not hold {num_slots} slots of {width} bits")
-
-
-def marker_of(width: int) -> int:
-    """Return the slot of all ones."""
-    return (1 << width) - 1
-
-
-def _slots(index: Tensor, marker: int) -> Tensor:
-    gaps = index.diff(prepend=index.new_zeros(1))
-    if bool((gaps[1:] <= 0).any() or (gaps[:1] < 0).any()):
+def check_packable(offset: Tensor, low_bits: int, lows: Tensor, highs: Tensor) -> None:
+    """Raise unless these offsets increase from 0 on, and fit into the words."""
+    if len(offset) and (int(offset[0]) < 0 or bool((offset[1:] <= offset[:-1]).any())):
         raise MalformedError(NOT_PACKABLE)
-    further = gaps.div(marker, rounding_mode="floor")
-    if not bool(further.any()):
-        return gaps
-    slots = gaps.new_full((len(gaps) + int(further.sum()),), marker)
-    slots[(further + 1).cumsum(0) - 1] = gaps - further * marker
-    return slots
+    if len(offset):
+        check_room(len(offset), int(offset[-1]), low_bits, lows, highs)
+
+
+def check_room(count: int, last: int, low_bits: int, lows: Tensor, highs: Tensor) -> None:
+    """Raise unless the words have room for `count` offsets, of which `last` is the largest."""
+    check_lows(lows, low_bits, count)
+    if (last >> low_bits) + count > WORD_BITS * len(highs):
+        raise MalformedError(f"{len(highs)} words do not hold the high parts of {count} indices up to {last}")
+
+
+def check_lows(lows: Tensor, low_bits: int, count: int) -> None:
+    """Raise unless `lows` has the low bits of `count` indices."""
+    if not (1 <= low_bits < WORD_BITS and 0 <= count * low_bits <= WORD_BITS * len(lows)):
+        raise MalformedError(f"{len(lows)} words do not hold {low_bits} bits of each of {count} indices")
+
+
+def check_ones(ones: int, count: int) -> None:
+    """Raise unless a bit vector has a one for each index."""
+    if ones != count:
+        more = "more" if ones > count else ones
+        raise MalformedError(f"the header says {count} pairs, its bit vector holds {more} indices")
+
+
+def bits_of(words: Tensor) -> Tensor:
+    """Return the bits of int32 words as 0 and 1, the lowest first."""
+    return (words[:, None].long() >> torch.arange(WORD_BITS, device=words.device) & 1).view(-1)
+
+
+def set_bits_(words: Tensor, place: Tensor) -> None:
+    """Set these bits, each named once, of int32 words that are zero."""
+    sums = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    words.copy_(sums.index_add_(0, place // WORD_BITS, 1 << place % WORD_BITS).int())
 
 
 def held_by(dtype: torch.dtype, thresholds: Floors) -> NDArray[Any]:
