@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm, settings_of
 from oktopk.algorithms.base import AUTO
+from oktopk.ddp.momentum import SGD, Rates
 from oktopk.errors import SettingError, one_of, within
 from oktopk.train.models import MODELS
 
@@ -17,13 +18,6 @@ MAX_FLOAT = sys.float_info.max
 MAX_SEED = 2**63 - 1
 MAX_MOMENTUM = 0.9999
 """Upper limit of a momentum, because at 1 a gradient would move the weights for the rest of the run."""
-
-
-class Rates(NamedTuple):
-    """Learning rate and momentum of the optimizer in one step."""
-
-    lr: float
-    momentum: float
 
 
 def setting(default: Any, text: str, choices: Collection[str] = (), **limits: float) -> Any:
@@ -104,8 +98,7 @@ class Config:
     def rates_at(self, epoch: int, phase: str) -> Rates:
         """Return the optimizer's rates in a dense or a sparse step of an epoch; epochs count from 0."""
         lr = self.lr / self.lr_anneal**epoch
-        momentum = min(self.momentum, self.sparse_momentum) if phase == "sparse" else self.momentum
-        return Rates(lr * (1 - momentum) / (1 - self.momentum) if momentum != self.momentum else lr, momentum)
+        return SGD.rates(lr, self.momentum, self.sparse_momentum) if phase == "sparse" else Rates(lr, self.momentum)
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

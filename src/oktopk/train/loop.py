@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.ddp.momentum import Rates
 from oktopk.steps import READBACK_DELAY
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.schema import SPLIT, EpochRecord, StepRecord, TrainStep, from_row, to_row
 from oktopk.train import checkpoint
 from oktopk.train.collectives import all_or_none, check_same_weights, gather
-from oktopk.train.config import Rates
 from oktopk.train.console import Console
 from oktopk.train.corpus import Corpus
 from oktopk.train.ctc import count_edits, ctc_loss, error_rates, greedy, references
@@ -84,6 +84,8 @@ class Trainer:
             dense_steps=NEVER if config.is_dense else config.dense_steps,
             clip=config.clip if config.clip and config.clip_place == "local" else None,
             on_nonfinite="skip",  # `_check_health` raises, with step and learning rate
+            optimizer=self.optimizer,
+            sparse_momentum=config.sparse_momentum,
             sinks=[self._records.put],
             timeout=config.timeout_s,
         )
@@ -161,12 +163,14 @@ class Trainer:
         for buffer, before in zip(self.net.buffers(), buffers, strict=True):
             # A NaN in a running mean would never leave it. On a GPU the device alone knows whether there is one.
             buffer.copy_(torch.where(torch.isfinite(loss), buffer, before))
-        clipped = self.config.clip_place == "global" or self._phase == "dense"  # `attach` clips sparse steps only
+        phase = self._phase_of(self.progress.step)
+        clipped = self.config.clip_place == "global" or phase == "dense"  # `attach` clips sparse steps only
         norm = clip_grad_norm_(self.net.parameters(), self.config.clip if self.config.clip and clipped else math.inf)
-        rates = self.config.rates_at(self.progress.epoch, self._phase)
-        set_rates(self.optimizer, rates)
+        rates = self.config.rates_at(self.progress.epoch, phase)
+        for group in self.optimizer.param_groups:  # `attach` lowers the momentum in sparse steps
+            group.update(lr=self.config.rates_at(self.progress.epoch, "dense").lr, momentum=self.config.momentum)
         self.optimizer.step()  # a skipped step delivers zeros, and goes on with the momentum alone
-        due = self._phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
+        due = phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
         residual_norm = self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
         figures = torch.stack([loss, norm, residual_norm]).to("cpu", non_blocking=True)
         laps.end("update")
@@ -176,10 +180,8 @@ class Trainer:
         self.progress.step, self.progress.step_of_epoch = self.progress.step + 1, self.progress.step_of_epoch + 1
         self._finish_steps(but=READBACK_DELAY if self.device.type == "cuda" else 0)
 
-    @property
-    def _phase(self) -> str:
-        """The phase of the next step."""
-        return "dense" if self.config.is_dense or self.progress.step < self.config.dense_steps else "sparse"
+    def _phase_of(self, step: int) -> str:
+        return "dense" if self.config.is_dense or step < self.config.dense_steps else "sparse"
 
     def _forward_backward(self, work: list[Batch]) -> Tensor:
         """Return this rank's mean loss over the passes; the last backward exchanges the sum of their gradients."""
@@ -268,7 +270,7 @@ class Trainer:
             epoch=progress.epoch,
             step=progress.step,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
-            lr=self.optimizer.param_groups[0]["lr"],  # of its last step
+            lr=self.config.rates_at(progress.epoch, self._phase_of(progress.step - 1)).lr,
             epoch_seconds=seconds,
             validated=due,
             **figures,
@@ -317,24 +319,6 @@ class Trainer:
         dist.all_reduce(sums)
         loss_sum, count, *edits = sums.tolist()
         return {"val_loss": finite(loss_sum / count), **error_rates(edits)}
-
-
-def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
-    """Set the rates of the next step; where the momentum changes, scale the momentum buffers.
-
-    Under a steady gradient g a buffer is g / (1 - momentum). Left at 10 g with a momentum of 0.5 at 5 times the
-    learning rate, the first updates would be too large by up to a factor of 2. The momentum before is part of the
-    optimizer's state, so that a resumed run scales exactly once.
-    """
-    for group in optimizer.param_groups:
-        if group["momentum"] != rates.momentum:
-            # SGD does not update its buffers while the momentum is 0: they hold an old gradient.
-            scale = (1 - group["momentum"]) / (1 - rates.momentum) if group["momentum"] else 0.0
-            for parameter in group["params"]:
-                buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
-                if buffer is not None:  # there is none before the first step
-                    buffer.mul_(scale)
-        group.update(lr=rates.lr, momentum=rates.momentum)
 
 
 class _Laps:
