@@ -144,7 +144,7 @@ def assert_same_run(one, other):
     assert one.steps == other.steps
     assert one.epochs == other.epochs
     assert all(one.results[0][name] == other.results[0][name] for name in ("wer", "val_loss"))
-    mine, theirs = ({name: run.shared[name] for name in ("net", "optimizer", "progress")} for run in (one, other))
+    mine, theirs = ({name: run.shared[name] for name in ("net", "optimizers", "progress")} for run in (one, other))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
