@@ -55,10 +55,10 @@ class Recordings:
     @staticmethod
     def read(config: Config) -> Recordings:
         """Read the folder that a run of the trainer would; speech is made if that is wanted and not there."""
-        from oktopk.train.corpus import load, prepare  # not where a packed file is all there is
+        from oktopk.train.speech import Speech as Corpus  # not where a packed file is all there is
 
-        prepare(config)
-        corpus = load(config)
+        Corpus.prepare(config)
+        corpus = Corpus(config)
         utterances = [*corpus.train, *corpus.val]
         samples = [torch.from_numpy(read_pcm(utterance.wav)) for utterance in utterances]
         return Recordings(samples, [utterance.text for utterance in utterances], len(corpus.train))

@@ -40,9 +40,17 @@ def test_figures_by_hand() -> None:
     assert summary == {
         "steps": 5, "dense_steps": 2, "sparse_steps": 3, "skipped_steps": 1, "epochs": 4,
         "first_loss": 8.0, "train_loss": 4.0, "val_loss": 2.5, "wer": 1.0, "cer": 0.5,
+        "bits_per_byte": None, "best_bits_per_byte": None,
         "best_wer": 0.75, "best_epoch": 1, "sparsity": 0.97, "compression_ratio": 37.5,
         "sent_bytes": 230, "dense_bytes": 500, "sent_of_dense": 0.46,
     }  # fmt: skip
+
+
+def test_the_error_of_text_is_bits_a_byte() -> None:
+    bits = [{"kind": "epoch", "epoch": i, "bits_per_byte": value} for i, value in enumerate((3.0, 2.0, None, 2.5))]
+    summary = summary_of(Run(bits))
+    assert (summary["bits_per_byte"], summary["best_bits_per_byte"], summary["best_epoch"]) == (2.5, 2.0, 1)
+    assert (summary["wer"], summary["best_wer"]) == (None, None)
 
 
 def test_nothing_is_known_of_nothing() -> None:

@@ -71,7 +71,7 @@ def test_a_save_that_fails_leaves_the_last_one(run, monkeypatch, failing):
 
 
 def test_a_bad_file_is_named_and_so_is_the_other_checkpoint(run):
-    other, trap = save(run, 2), {"version": 1, "size": 1, "trap": Path("a class")}  # whose load would run code
+    other, trap = save(run, 2), {"version": 2, "size": 1, "trap": Path("a class")}  # whose load would run code
     spoilt = {"rank0": (0.0, 0.99), "shared": (None, 0.5, [1, 2], trap)}
     for name, content in [(name, each) for name, contents in spoilt.items() for each in contents]:
         folder = save(run, 3)
@@ -85,7 +85,7 @@ def test_a_bad_file_is_named_and_so_is_the_other_checkpoint(run):
         with pytest.raises(StateError, match=rf"{path}[^\n]*--resume {other}$"):
             checkpoint.load(folder, 0, 1)
     torch.save({"version": 99, "size": 1}, path)
-    with pytest.raises(StateError, match="version 99, this is 1"):
+    with pytest.raises(StateError, match="version 99, this is 2"):
         checkpoint.load(folder, 0, 1)
 
 
@@ -94,7 +94,7 @@ def test_at_another_number_of_workers_the_pending_update_is_the_same(tmp_path, o
     """The update is the mean over workers: the mean of their residuals must not change."""
     generator = torch.Generator().manual_seed(seed)
     held = [{"w": torch.randn(9, generator=generator), "b": torch.randn(2, generator=generator)} for _ in range(old)]
-    torch.save({"version": 1, "size": old}, tmp_path / "shared.pt")
+    torch.save({"version": 2, "size": old}, tmp_path / "shared.pt")
     for rank, residual in enumerate(held):
         torch.save({"oktopk": {"residual": residual, "step": 7}}, tmp_path / f"rank{rank}.pt")
     loaded = [checkpoint.load(tmp_path, rank, new)[1] for rank in range(new)]

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from oktopk import OkTopk, TopkA
 from oktopk.algorithms import ALGORITHMS
+from oktopk.ddp.momentum import Rates
 from oktopk.errors import SettingError
-from oktopk.train.config import Config, Rates, make_config, parse_pairs
+from oktopk.train.config import Config, make_config, parse_pairs
 from oktopk.train.models import MODELS
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names

@@ -22,7 +22,7 @@ def load(name: str) -> Any:
     if name == "data":
         from oktopk.train.data import cli as data
 
-        return command(data.an4, data.check, data.synth_an4, about=data.ABOUT)
+        return command(data.an4, data.check, data.synth_an4, data.text, about=data.ABOUT)
     if name == "bench":
         from oktopk.bench import cli as bench
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
 from oktopk.comm import MeteredComm, ProcessGroupComm
@@ -35,6 +36,7 @@ from oktopk.ddp.exclude import Exclusion, excluded, rules_of, smallest
 from oktopk.ddp.hook import check_alone_in_backward, check_model, hook_of, register
 from oktopk.ddp.loss_scale import forget_scalers, scaler_of_this_backward, watch_scalers
 from oktopk.ddp.mixed_precision import gradient_dtype
+from oktopk.ddp.momentum import SparseMomentum, optimizers_of, warn_of_momentum
 from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
 from oktopk.kernels import kernels_for
 from oktopk.steps import make_groups
@@ -56,6 +58,8 @@ def attach(
     density_schedule: Sequence[tuple[int, float]] | None = None,
     on_nonfinite: str = "raise",
     scaler: Any = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    sparse_momentum: float | None = None,
     sinks: Sequence[Sink | Callable[[StepRecord], object]] = (),
     group: dist.ProcessGroup | None = None,
     timeout: float = 300.0,
@@ -74,6 +78,9 @@ def attach(
     scaler              your torch.amp.GradScaler: residuals are kept in unscaled units, whatever the scale does. If
                         none is given, `GradScaler.scale` is wrapped to find the one that scaled each loss. Anything
                         with is_enabled() and get_scale() will do
+    optimizer           the model's optimizer, or several: in sparse steps they get a lower momentum (SGD, Adam, AdamW;
+                        Muon and others keep theirs). If none is given, a momentum known to be harmful is warned of
+    sparse_momentum     that momentum, where the optimizer's own is not less; default: 0.5 for SGD, 0.7 for Adam
     sinks               where the records go: `JsonlSink`, `TensorBoardSink`, `MemorySink`, or any callable
     group               a process group for the exchange alone (default: a new one with the ranks of the model's)
     timeout             seconds after which a rank that waits for another gives up
@@ -91,12 +98,16 @@ def attach(
         ),
         on_nonfinite=one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip")),
         scaled=scaler is not None and bool(scaler.is_enabled()),
+        sparse_momentum=None if sparse_momentum is None else within("sparse_momentum", sparse_momentum, 0, 1),
     )
+    if sparse_momentum is not None and optimizer is None:
+        raise SettingError("sparse_momentum is set in an optimizer: give attach optimizer=, too")
+    optimizers = None if optimizer is None else optimizers_of(optimizer, ddp_model.parameters())
     for _, density in config.density_schedule:
         config.algorithm.with_density(density)  # raises if the algorithm has none
     if not config.scaled:
         watch_scalers()
-    attached = Attached(ddp_model, config, scaler, sinks, group, timeout)
+    attached = Attached(ddp_model, config, scaler, optimizers, sinks, group, timeout)
     register(ddp_model, attached)
     attached.announce()
     attached._engine.log_settings(type(ddp_model.module).__name__)
@@ -111,6 +122,7 @@ class Attached:
         ddp_model: DistributedDataParallel,
         config: DDPConfig,
         scaler: Any,
+        optimizers: Sequence[Optimizer] | None,
         sinks: Sequence[Sink | Callable[[StepRecord], object]],
         group: dist.ProcessGroup | None,
         timeout: float,
@@ -136,8 +148,9 @@ class Attached:
         may_be_unused = bool(ddp_model.find_unused_parameters or ddp_model.static_graph)
         self._engine = Engine(parameters, groups, comm, config, writes, scaler, may_be_unused)
         self._worker = WorkerThread()
+        leave = _lower_momentum(self._engine, optimizers)
         self._finalizer = weakref.finalize(
-            self, _shut_down, os.getpid(), self._worker, self._engine, self.group, group is None, timeout
+            self, _shut_down, os.getpid(), leave, self._worker, self._engine, self.group, group is None, timeout
         )
         try:
             self._engine.agree()
@@ -431,12 +444,27 @@ def _new_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGr
     return group
 
 
+def _lower_momentum(engine: Engine, optimizers: Sequence[Optimizer] | None) -> Callable[[], None]:
+    """Lower the momentum of these optimizers in sparse steps, or warn of it; return the way back."""
+    speaks = not engine.comm.rank
+    if optimizers is None:
+        return warn_of_momentum(engine.parameters.values(), engine.was_sparse, speaks)
+    return SparseMomentum(optimizers, engine.config.sparse_momentum, engine.was_sparse, speaks).close
+
+
 def _shut_down(
-    owner: int, worker: WorkerThread, engine: Engine, group: dist.ProcessGroup, own: bool, timeout: float
+    owner: int,
+    leave_optimizers: Callable[[], None],
+    worker: WorkerThread,
+    engine: Engine,
+    group: dist.ProcessGroup,
+    own: bool,
+    timeout: float,
 ) -> None:
     """End what an attachment started, in the process that did: a forked child has none of its threads."""
     if os.getpid() != owner:
         return
+    leave_optimizers()
     worker.stop(timeout)
     engine.close()
     if own and dist.is_initialized():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.futures import Future
 
-from oktopk.algorithms import Algorithm
+from oktopk.algorithms import Algorithm, Dense
 from oktopk.algorithms.base import StepStats, describe
 from oktopk.comm import MeteredComm
 from oktopk.comm.agree import check_same, gather_settings
@@ -43,6 +43,7 @@ class DDPConfig:
     density_schedule: tuple[tuple[int, float], ...]
     on_nonfinite: str
     scaled: bool = False  # a GradScaler scales the loss
+    sparse_momentum: float | None = None  # of the optimizers; None: of each kind its own
 
     def algorithm_at(self, step: int) -> Algorithm | None:
         """Return the algorithm of a step, with the density that the schedule gives it; None for a dense step."""
@@ -57,7 +58,7 @@ class DDPConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that all ranks must share; each knows its own `exclude` only as the names it chooses."""
-        rest = ("dense_steps", "clip", "density_schedule", "on_nonfinite", "scaled")
+        rest = ("dense_steps", "clip", "density_schedule", "on_nonfinite", "scaled", "sparse_momentum")
         return {"algorithm": describe(self.algorithm.given), **{name: getattr(self, name) for name in rest}}
 
 
@@ -191,6 +192,11 @@ class Engine:
         """Whether the current or next step does no more than DDP would, and on the CPU."""
         context = StepContext(self.next_step, self.config.algorithm_at(self.next_step))
         return all(group.is_plain_allreduce(context) and group.device.type == "cpu" for group in self.groups)
+
+    def was_sparse(self) -> bool:
+        """Return whether the latest step, whose means an optimizer is about to use, was sparse."""
+        algorithm = self.config.algorithm_at(self.next_step - 1)
+        return algorithm is not None and not isinstance(algorithm, Dense)
 
     @property
     def on_device(self) -> bool:

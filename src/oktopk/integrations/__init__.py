@@ -4,14 +4,14 @@
     from oktopk.integrations.accelerate import attach             # attach(accelerator, model, "oktopk")
     from oktopk.integrations.transformers import attach           # attach(trainer, "oktopk")
 
-Each attaches to the DDP model inside the trainer, hands over the GradScaler, and puts the residuals into the
-checkpoints. Figures go both ways: the trainer's logger gets those of the exchange, the record gets the trainer's.
-`docs/trainers.md` lists the hooks that each trainer drops without a word.
+Each attaches to the DDP model inside the trainer, hands over the GradScaler and the optimizers, and puts the residuals
+into the checkpoints. Figures go both ways: the trainer's logger gets those of the exchange, the record gets the
+trainer's. `docs/trainers.md` lists the hooks that each trainer drops without a word.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,13 @@ def ddp_of(model: object, how: str) -> DistributedDataParallel:
     if not isinstance(model, DistributedDataParallel):
         raise SettingError(f"the model is a {type(model).__name__}, not in DDP, so there is no exchange: {how}")
     return model
+
+
+def optimizer_setting(optimizers: Iterable[Any], model: DistributedDataParallel) -> dict[str, list[Any]]:
+    """Return the setting `optimizer` of `attach`: those of the trainer that step this model alone, if there are any."""
+    ours = {id(parameter) for parameter in model.parameters()}
+    found = [each for each in optimizers if all(id(p) in ours for group in each.param_groups for p in group["params"])]
+    return {"optimizer": found} if found else {}
 
 
 def load_beside(checkpoint: str | os.PathLike[str], attached: Attached) -> None:

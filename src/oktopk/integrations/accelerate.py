@@ -12,7 +12,7 @@ from typing import Any
 import oktopk
 from oktopk import Attached, save_distributed
 from oktopk.algorithms import Algorithm
-from oktopk.integrations import FOLDER, Latest, ddp_of, load_beside, log_numbers
+from oktopk.integrations import FOLDER, Latest, ddp_of, load_beside, log_numbers, optimizer_setting
 
 try:
     import accelerate  # noqa: F401 - only to say that it is missing
@@ -29,7 +29,8 @@ def attach(accelerator: Any, model: Any, algorithm: Algorithm | str, **settings:
     """
     wrapped = ddp_of(model, "call accelerator.prepare(model) first, and start two processes or more")
     latest = Latest()
-    attached = oktopk.attach(wrapped, algorithm, **latest.among({"scaler": accelerator.scaler, **settings}))
+    defaults = {"scaler": accelerator.scaler, **optimizer_setting(accelerator._optimizers, wrapped)}
+    attached = oktopk.attach(wrapped, algorithm, **latest.among({**defaults, **settings}))
     accelerator.log = _logging_both(accelerator.log, attached, latest)
     accelerator.register_save_state_pre_hook(lambda _, __, path: save_distributed(Path(path) / FOLDER, attached))
     accelerator.register_load_state_pre_hook(lambda _, path: load_beside(path, attached))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from oktopk import Attached, attach
 from oktopk.algorithms import Algorithm
-from oktopk.integrations import Latest, ddp_of, log_numbers
+from oktopk.integrations import Latest, ddp_of, log_numbers, optimizer_setting
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -38,7 +38,8 @@ class OktopkCallback(Callback):
         """Attach: the strategy has wrapped the model and restored the checkpoint."""
         model = ddp_of(trainer.strategy.model, 'use Trainer(strategy="ddp", devices=2 or more)')
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.sparse = attach(model, self._algorithm, **{"scaler": scaler, **self._settings})
+        defaults = {"scaler": scaler, **optimizer_setting(trainer.optimizers, model)}
+        self.sparse = attach(model, self._algorithm, **{**defaults, **self._settings})
         if self._loaded is not None:
             self.sparse.load_state_dict(self._loaded[self.sparse.rank % len(self._loaded)])
             self._loaded = None

@@ -12,7 +12,7 @@ from typing import Any
 import oktopk
 from oktopk import Attached, save_distributed
 from oktopk.algorithms import Algorithm
-from oktopk.integrations import FOLDER, Latest, ddp_of, load_beside, log_numbers
+from oktopk.integrations import FOLDER, Latest, ddp_of, load_beside, log_numbers, optimizer_setting
 
 try:
     from transformers import TrainerCallback
@@ -48,7 +48,8 @@ class OktopkCallback(TrainerCallback):
             if self.sparse is not None:
                 self.sparse.detach()
             scaler = self._trainer.accelerator.scaler
-            self.sparse = oktopk.attach(model, self._algorithm, **{"scaler": scaler, **self._settings})
+            defaults = {"scaler": scaler, **optimizer_setting([self._trainer.optimizer], model)}
+            self.sparse = oktopk.attach(model, self._algorithm, **{**defaults, **self._settings})
             self._model = model
         if state.global_step:
             load_beside(args.resume_from_checkpoint or self._checkpoint(args, state), self.sparse)

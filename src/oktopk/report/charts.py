@@ -19,7 +19,6 @@ MOST_STRETCHES = 150
 STRETCH: dict[str, Callable[[Floats], float | None]] = {"mean": mean, "longest": np.fmax.reduce}
 """Functions that make one value of a stretch of steps, by `Group.thin`."""
 
-LOSS = "The mean over workers of the loss of an utterance.", "loss (nats an utterance)"
 OFTEN = 0.2
 """Share of steps with a value from which on a line is drawn, because dots further apart say where they are."""
 
@@ -99,10 +98,12 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
     return _known([
         Chart("all-wer", "WER", "Word errors in the validation set: how soon, and after how many bytes.",
               "WER (errors a word)", by_epoch("wer"), **defined),
-        Chart("all-val-loss", "Validation loss", "The mean over utterances of the validation set.",
-              "loss (nats an utterance)", by_epoch("val_loss"), **defined),
+        Chart("all-bits", "Bits a byte", "Of the validation set: how soon, and after how many bytes.",
+              "bits a byte", by_epoch("bits_per_byte"), **defined),
+        Chart("all-val-loss", "Validation loss", "The mean over the validation set.",
+              _loss_unit(runs[0]), by_epoch("val_loss"), **defined),
         Chart("all-train-loss", "Training loss", "The mean of each epoch's steps.",
-              "loss (nats an utterance)", by_epoch("train_loss"), **defined),
+              _loss_unit(runs[0]), by_epoch("train_loss"), **defined),
         Chart("all-sent", "Bytes sent", "By rank 0 since the start, measured.", "bytes sent (B)",
               by_step([_steps(run)[BYTES] for run in runs]), (STEP, SECONDS), "bytes"),
         Chart("all-seconds", "Time of a step", "On rank 0, means over stretches of steps.", "time a step (s)",
@@ -110,6 +111,10 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
         Chart("all-bytes-a-step", "Bytes of a step", "Sent by rank 0, measured.", "bytes a step (B)",
               by_step([run.column("sent_bytes") for run in runs]), (STEP, SECONDS), "bytes", log=True),
     ])  # fmt: skip
+
+
+def _loss_unit(run: Run) -> str:
+    return f"loss (nats {'an utterance' if run.error == 'wer' else 'a byte'})"
 
 
 def floats(values: Iterable[float | None]) -> Floats:
@@ -146,7 +151,8 @@ def _marks(run: Run) -> list[tuple[dict[str, float], str]]:
 
 def _learning(run: Run) -> list[Chart]:
     loss, known = run.loss, ~np.isnan(run.column("residual_norm"))
-    about, unit = ("As the script logged it.", "loss") if "loss" in run.logged_names else LOSS
+    recorded = "The mean over workers.", _loss_unit(run)
+    about, unit = ("As the script logged it.", "loss") if "loss" in run.logged_names else recorded
     losses = {"training, mean of an epoch": ("train_loss", "blue"), "validation": ("val_loss", "orange")}
     errors = {"WER": ("wer", "orange"), "CER": ("cer", "green")}
     norms = [Group(_steps(run), [Series("gradient delivered", run.column("grad_norm"), "muted", "faint")])]
@@ -160,6 +166,8 @@ def _learning(run: Run) -> list[Chart]:
                _over_epochs(run, losses)], AXES, log=not (loss <= 0).any(), wide=True, **defined),
         Chart("errors", "Word and character errors", "Of the validation set; WER may pass 1.",
               "errors a word, a character", [_over_epochs(run, errors)], AXES, **defined),
+        Chart("bits", "Bits a byte", "Of the validation set.", "bits a byte",
+              [_over_epochs(run, {"bits a byte": ("bits_per_byte", "orange")})], AXES, **defined),
         Chart("norms", "Residual against gradient",
               "What a step delivered, and what a rank still holds back after it, looked at every tenth sparse step.",
               "norm (gradient's unit)", norms, log=True, **defined),

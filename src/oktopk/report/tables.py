@@ -12,8 +12,8 @@ from oktopk.telemetry.run import COMMUNICATION, Floats, Run
 from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue, mean
 
 SETTINGS = (
-    "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size", "lr",
-    "momentum", "sparse_momentum", "seed", "model", "algorithm", "clip", "density_schedule", "on_nonfinite",
+    "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size", "optimizer",
+    "lr", "momentum", "sparse_momentum", "seed", "model", "algorithm", "clip", "density_schedule", "on_nonfinite",
 )  # fmt: skip
 """Settings of a run that its table shows, where the run has them."""
 
@@ -24,7 +24,7 @@ COLUMNS: Sequence[tuple[str, str, str, Callable[..., Any] | None]] = (
     ("steps", "count", "steps", None),
     ("train loss", "number", "train_loss", min),
     ("val loss", "number", "val_loss", min),
-    ("best WER", "number", "best_wer", min),
+    ("best WER", "number", "best_error", min),
     ("sent", "bytes", "sent_bytes", min),
     ("x fewer bytes", "times", "sent_bytes", max),
     ("seconds a step", "seconds", "step_seconds", min),
@@ -178,7 +178,8 @@ def _regions(run: Run) -> Table:
 
 
 def _epochs(run: Run) -> Table:
-    names = ("epoch", "step", "seconds", "sent_bytes", "lr", "train_loss", "val_loss", "wer", "cer")
+    errors = ("wer", "cer") if run.error == "wer" else (run.error,)
+    names = ("epoch", "step", "seconds", "sent_bytes", "lr", "train_loss", "val_loss", *errors)
     rows = [[epoch[name] for name in names] for epoch in run.epochs]
     about = "Epochs count from 0. Bytes and seconds are rank 0's since the start, without validation."
     return Table("epochs", "Epochs", about, _figures(*names), rows, "A training run")
@@ -216,6 +217,11 @@ def _known(values: Floats) -> list[float | int | None]:
     return [None if value != value else int(value) if float(value).is_integer() else value for value in values.tolist()]
 
 
+def error_heading(run: Run) -> str:
+    """Return the name of the figure that says how good the net is: WER, or bits a byte."""
+    return catalogue(EpochRecord)[run.error].heading
+
+
 def cards_of(run: Run) -> list[Card]:
     """Return the headlines of a run: the figures that it has."""
     return [card for card in _cards(run) if card.value is not None]
@@ -224,16 +230,17 @@ def cards_of(run: Run) -> list[Card]:
 def _cards(run: Run) -> list[Card]:
     summary = summary_of(run)
     per_step, epochs = summary["seconds_per_step"], (summary["best_epoch"] or 0) + 1
+    is_speech = run.error == "wer"
     none_sparse = "" if summary["sparse_steps"] else "no step was sparse"
-    best, dense = summary["best_wer"], format_value(summary["dense_bytes"] or None, "bytes")
+    best, dense = summary[f"best_{run.error}"], format_value(summary["dense_bytes"] or None, "bytes")
     best_note = "" if best is None else f"best {best:.4g}, after {epochs} epoch{'s' * (epochs > 1)}"
     skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
     losses = _known(run.loss[~np.isnan(run.loss)]) if "loss" in run.logged_names else []
     return [
         Card("loss", losses[-1] if losses else None, "number", "the last that was logged"),
         Card("train loss", summary["train_loss"], "number", "mean of the last epoch"),
-        Card("validation loss", summary["val_loss"], "number", "mean over utterances"),
-        Card("WER", summary["wer"], "number", best_note),
+        Card("validation loss", summary["val_loss"], "number", f"mean over {'utterances' if is_speech else 'bytes'}"),
+        Card(error_heading(run), summary[run.error], "number", best_note),
         Card("steps", summary["steps"], "count",
              f"{summary['dense_steps']:,} dense, {summary['sparse_steps']:,} sparse{skipped}"),
         Card("sent, of dense", summary["sent_of_dense"], "share",
@@ -249,31 +256,34 @@ def comparison_table(runs: Sequence[Run]) -> Table:
     """Return a row for each run; ratios are against the first."""
     goal = common_goal(runs)
     first, *_ = figures = [_compared(run, goal) for run in runs]
-    named = "goal" if goal is None else f"WER {goal:.4g}"
-    columns = {heading.replace("goal", named): unit for heading, unit, *_ in COLUMNS}
+    error = error_heading(runs[0])
+    named = "goal" if goal is None else f"{error} {goal:.4g}"
+    columns = {heading.replace("goal", named).replace("WER", error): unit for heading, unit, *_ in COLUMNS}
     cells = [
         [quotient(first[name], each[name]) if unit == "times" else each[name] for _, unit, name, _ in COLUMNS]
         for each in figures
     ]
     about = f"Ratios are against the first run, {runs[0].name}. Bytes and seconds are rank 0's."
     if goal is not None:
-        about += f" The goal is the lowest WER that every run reached: {goal:.4g}."
+        about += f" The goal is the lowest {error} that every run reached: {goal:.4g}."
     return Table("comparison", "The runs side by side", about, columns, cells, "A training run", _best(cells))
 
 
 def common_goal(runs: Sequence[Run]) -> float | None:
-    """Return the lowest WER that every run reached; None if one of them was never validated."""
-    best = [summary_of(run)["best_wer"] for run in runs]
-    return None if any(wer is None for wer in best) else max(best)
+    """Return the lowest error that every run reached; None if one was never validated, or they learn other things."""
+    best = [summary_of(run)[f"best_{runs[0].error}"] for run in runs]
+    return None if any(error is None for error in best) else max(best)
 
 
 def _compared(run: Run, goal: float | None) -> dict[str, Any]:
     config = run.header.get("config", {})
     name, density = config.get("compressor"), config.get("density")
     at = f" {density:g}" if isinstance(density, float) and name != "dense" else ""
-    reached = next((e for e in run.epochs if goal is not None and e["wer"] is not None and e["wer"] <= goal), {})
-    seconds = total(run.step_seconds)
-    return summary_of(run) | {
+    validated = (epoch for epoch in run.epochs if goal is not None and epoch[run.error] is not None)
+    reached = next((epoch for epoch in validated if epoch[run.error] <= goal), {})
+    seconds, summary = total(run.step_seconds), summary_of(run)
+    return summary | {
+        "best_error": summary[f"best_{run.error}"],
         "run": run.name,
         "exchange": None if name is None else f"{name}{at}",
         "workers": run.workers,

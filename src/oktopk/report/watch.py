@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oktopk.report.report import notes_of
+from oktopk.report.tables import error_heading
 from oktopk.report.text import as_line
 from oktopk.telemetry.figures import quotient, summary_of
 from oktopk.telemetry.format import format_seconds, format_value
@@ -88,10 +89,10 @@ def _figures(run: Run) -> Table:
     of_dense = format_value(quotient(sent, _recent(run.dense_bytes)), "share")
     shares = {SPLIT[name]: quotient(_recent(part), step_s) for name, part in run.split_of().items()}
     split = ", ".join(f"{name} {format_value(share, 'share')}" for name, share in shares.items())
-    val_loss, wer, best = (format_value(summary[name]) for name in ("val_loss", "wer", "best_wer"))
+    val_loss, error, best = (format_value(summary[name]) for name in ("val_loss", run.error, f"best_{run.error}"))
     rows = {
         "loss": format_value(_recent(run.loss)),
-        "last validation": f"loss {val_loss}, WER {wer}, best {best}",
+        "last validation": f"loss {val_loss}, {error_heading(run)} {error}, best {best}",
         "phase": f"{'sparse' if run.is_sparse[-1] else 'dense'}, "
         f"sparsity {format_value(_recent(run.column('sparsity')))}, "
         f"compression active on {summary['sparse_steps']:,} of {summary['steps']:,} steps",

@@ -39,8 +39,8 @@ def quotient(above: float | None, below: float | None) -> float | None:
 
 def summary_of(run: Run) -> dict[str, Any]:
     """Return the figures of a run; None for those that have nothing to measure."""
-    validated = [epoch for epoch in run.epochs if epoch.get("wer") is not None]
-    best = min(validated, key=lambda epoch: float(epoch["wer"]), default={})
+    validated = [epoch for epoch in run.epochs if epoch.get(run.error) is not None]
+    best = min(validated, key=lambda epoch: float(epoch[run.error]), default={})
     last = validated[-1] if validated else {}
     delivered = run.is_sparse & ~run.is_skipped
     sent, dense = whole_total(run.column("sent_bytes")) or 0, int(np.nansum(run.dense_bytes))
@@ -50,6 +50,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "first_loss": run.epochs[0].get("train_loss") if run.epochs else None,
         "train_loss": run.epochs[-1].get("train_loss") if run.epochs else None,
         "val_loss": last.get("val_loss"), "wer": last.get("wer"), "cer": last.get("cer"),
+        "bits_per_byte": last.get("bits_per_byte"), "best_bits_per_byte": best.get("bits_per_byte"),
         "best_wer": best.get("wer"), "best_epoch": best.get("epoch"),
         "sparsity": mean(run.column("sparsity")[delivered]),
         "compression_ratio": mean(run.column("compression_ratio")[delivered]),

@@ -174,6 +174,12 @@ class Run:
         return sorted((name for name in found if "." not in name), key=lambda name: (order.get(name, 99), name))
 
     @property
+    def error(self) -> str:
+        """The figure of a validation, the less the better: WER of speech, or bits a byte of text."""
+        is_text = any(epoch.get("bits_per_byte") is not None for epoch in self.epochs)
+        return "bits_per_byte" if is_text else "wer"
+
+    @property
     def is_sparse(self) -> Bools:
         """Whether a step was sparse."""
         return np.equal(self.column("is_sparse"), 1.0)

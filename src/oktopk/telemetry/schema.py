@@ -154,16 +154,16 @@ class TrainStep(StepRecord):
     """One step of a training run, as rank 0 writes it; `ranks` has the per-rank figures of every rank."""
 
     epoch: int = figure("count", "Epochs before this one.")
-    loss: float | None = figure("number", "Mean over workers of the loss of an utterance.", "loss/each_step",
-        per_rank=True)
+    loss: float | None = figure("number", "Mean over workers of the loss of an utterance, or of a byte of text.",
+        "loss/each_step", per_rank=True)
     lr: float = figure("number", "Learning rate of the optimizer.", "learning/lr")
-    momentum: float = figure("number", "Momentum of the optimizer.", "learning/momentum")
+    momentum: float = figure("number", "Momentum of SGD, or beta1 of AdamW.", "learning/momentum")
     grad_norm: float | None = figure("number", "Norm of the mean that the step delivered, before clipping.",
         "norm/gradient_delivered")
     residual_norm: float | None = figure("number",
         "Norm of the residual after the step, measured in every tenth sparse step.", "norm/residual", per_rank=True)
-    utterances: int = figure("count", "Utterances of all workers.", per_rank=True)
-    characters: int = figure("count", "Characters in the texts of the utterances.", per_rank=True)
+    utterances: int = figure("count", "Utterances, or windows of text, of all workers.", per_rank=True)
+    characters: int = figure("count", "Characters in the texts of the utterances; bytes of text.", per_rank=True)
     split: dict[str, float] = figure("seconds", "Time of the training thread, by part.", "seconds_of_step",
         per_rank=True, parts=tuple(SPLIT))
     ranks: list[dict[str, Any]]
@@ -178,10 +178,14 @@ class EpochRecord:
     step: int = figure("count", "Steps made up to the end of the epoch.")
     train_loss: float | None = figure("number", "Mean of the losses of the epoch's steps.", "loss/training",
         "train loss")
-    val_loss: float | None = figure("number", "Mean loss of a validation utterance.", "loss/validation", "val loss")
-    wer: float | None = figure("number", "Word edits divided by the words of all references.", "errors/WER", "WER")
+    val_loss: float | None = figure("number", "Mean loss of a validation utterance, or of a byte of text.",
+        "loss/validation", "val loss", default=None)
+    wer: float | None = figure("number", "Word edits divided by the words of all references.", "errors/WER", "WER",
+        default=None)
     cer: float | None = figure("number", "Character edits divided by the characters of all references.", "errors/CER",
-        "CER")
+        "CER", default=None)
+    bits_per_byte: float | None = figure("number", "Text: `val_loss` in bits.", "errors/bits_per_byte", "bits a byte",
+        default=None)
     lr: float = figure("number", "Learning rate in the epoch's last step.")
     epoch_seconds: float = figure("seconds", "Wall time of the epoch's steps.")
     validated: bool = figure("count", "Whether the epoch ended with a validation.")

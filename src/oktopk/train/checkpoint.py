@@ -18,7 +18,7 @@ from oktopk.errors import StateError
 from oktopk.train.collectives import all_or_none
 from oktopk.train.rundir import RunDir, write_text, writing
 
-VERSION = 1
+VERSION = 2
 LAST, BEST = "last", "best"
 SHARED = "shared.pt"
 KEPT = 2

@@ -16,16 +16,17 @@ from typer.core import TyperCommand
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.telemetry.format import count
-from oktopk.train import checkpoint, corpus
+from oktopk.train import checkpoint
 from oktopk.train.config import BOOLEANS, Config, make_config, parse_pairs
 from oktopk.train.console import Console
-from oktopk.train.data.manifest import TRAIN_MANIFEST
 from oktopk.train.dist import Place, find_place
 from oktopk.train.divergence import DivergedError
+from oktopk.train.models.gpt import SIZES
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
 from oktopk.train.rundir import RunDir, check_creatable
 from oktopk.train.worker import Job, pick_device, start_workers, threads_of, work
+from oktopk.train.workloads import workload_of
 
 RENAMED = {"--nworkers": "--nproc", "--lstm-lr": "--lr"}
 COMPRESSORS = {"none": "dense", "topkA": "topka", "topkDSA": "topkdsa", "gTopk": "gtopk", "oktopkA": "oktopk"}
@@ -119,9 +120,10 @@ def train(
         bool, typer.Option("--settings", callback=_show_settings, is_eager=True, help="List all settings and recipes.")
     ] = False,
 ) -> None:
-    """Train the speech recogniser with a sparse exchange, on this machine or a cluster.
+    """Train a speech recogniser or a GPT with a sparse exchange, on this machine or a cluster.
 
     oktopk train                            a small net on synthetic speech, 2 workers
+    oktopk train --recipe gpt-tiny          a small GPT on the sources of Python
     oktopk train --data-dir DIR --nproc 2   the same on your data (see oktopk data)
     oktopk train --recipe lstman4 --data-dir DIR --density 0.02
     torchrun ... -m oktopk train            workers of a launcher, also mpirun or srun
@@ -163,7 +165,8 @@ def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> 
 def _fresh(given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, int]:
     """Return a new job, and the number of workers of its recipe."""
     chosen = load_recipe(given.get("recipe") or OF_NET.get(str(given.get("dnn")), DEFAULT))
-    dataset = {"dataset": "an4"} if "data_dir" in given else {}  # a folder that is named has data in it
+    named = "text" if given.get("dnn", chosen.settings["dnn"]) in SIZES else "an4"
+    dataset = {"dataset": named} if "data_dir" in given else {}  # a folder that is named has data in it
     config = make_config({**chosen.settings, **dataset, **given, "recipe": chosen.name})
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Job(config, runs / (name or f"{chosen.name}-{config.compressor}-{stamp}")), chosen.nproc
@@ -187,8 +190,9 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
     if workers == 1 and not max_restarts:
         work(job, Place(launcher="oktopk train"))
         return
-    corpus.prepare(job.config)  # an error of the data is told once, before any worker starts
-    corpus.check_enough(job.config, corpus.load(job.config), workers)
+    workload = workload_of(job.config)
+    workload.prepare(job.config)  # an error of the data is told once, before any worker starts
+    workload(job.config).batches(workers)
     run = job.folder()
     command = ["-m", "oktopk", "worker", str(run.path), *(["--resume", str(job.resume)] if job.resume else [])]
     start_workers(command, workers, run.path, max_restarts, threads_of(job.config, workers))
@@ -196,14 +200,15 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
 
 def _dry_run(job: Job, workers: int) -> None:
     """Show the plan; refuse what the run would refuse."""
-    config, folder = job.config, corpus.data_dir_of(job.config)
+    config, workload = job.config, workload_of(job.config)
+    folder = workload.data_dir_of(config)
     if job.is_new:
         check_creatable(job.path)
     counts = (config.utterances, config.val_utterances)
-    if config.dataset == "an4" or (folder / TRAIN_MANIFEST).exists():
-        data = corpus.load(config)
-        corpus.check_enough(config, data, workers)
-        counts = (len(data.train), len(data.val))
+    if workload.is_there(config):
+        data = workload(config)
+        data.batches(workers)
+        counts = (data.num_train, data.num_val)
     device = pick_device(config, Place(launcher="dry run"))
     plan = make_plan(config, workers, *counts, data_dir=folder, device=str(device))
     console = Console(0, config.max_epochs)

@@ -3,27 +3,28 @@
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm, settings_of
 from oktopk.algorithms.base import AUTO
+from oktopk.ddp.momentum import ADAM, SGD, Rates
 from oktopk.errors import SettingError, one_of, within
 from oktopk.train.models import MODELS
+from oktopk.train.models.gpt import SIZES
 
 BOOLEANS = {"yes": True, "on": True, "true": True, "1": True, "no": False, "off": False, "false": False, "0": False}
 WANTED = {bool: "yes or no", int: "a whole number", float: "a number", str: "text"}
 MAX_FLOAT = sys.float_info.max
 """Upper limit of every number that has none of its own; it refuses NaN and Inf."""
 MAX_SEED = 2**63 - 1
+SPEECH, TEXT = ("an4", "synth-an4"), ("text", "python")
+"""Data sets by what their nets learn."""
+WARM_UP = 0.04
+"""Part of a run over which AdamW's and Muon's learning rate rises; it then falls to 0, linearly both."""
 MAX_MOMENTUM = 0.9999
 """Upper limit of a momentum, because at 1 a gradient would move the weights for the rest of the run."""
-
-
-class Rates(NamedTuple):
-    """Learning rate and momentum of the optimizer in one step."""
-
-    lr: float
-    momentum: float
 
 
 def setting(default: Any, text: str, choices: Collection[str] = (), **limits: float) -> Any:
@@ -37,13 +38,21 @@ class Config:
     """The settings of a run: a recipe gives some, flags and `--set key=value` others, and the defaults are here."""
 
     recipe: str = setting("", "recipe that the settings began with")
-    dnn: str = setting("lstman4-small", "net: lstman4 (27.6 M parameters) or lstman4-small (1.06 M)", MODELS)
-    dataset: str = setting(
-        "synth-an4", "an4: the manifests in data_dir; synth-an4: speech made offline, once", ("an4", "synth-an4")
+    dnn: str = setting(
+        "lstman4-small",
+        "net: lstman4 (27.6 M parameters) or lstman4-small (1.06 M) for speech; gpt-tiny (0.43 M), gpt-30m (31.6 M) or "
+        "gpt-124m (126 M) for text",
+        MODELS,
     )
-    data_dir: str = setting("", "folder that oktopk data made; if empty, synthetic speech goes into a cache folder")
-    utterances: int = setting(948, "synth-an4: utterances to train on", low=1)
-    val_utterances: int = setting(130, "synth-an4: utterances to validate with", low=1)
+    dataset: str = setting(
+        "synth-an4",
+        "an4: the manifests in data_dir; synth-an4: speech made offline, once; text: the text in data_dir; python: the "
+        "sources of Python's standard library",
+        (*SPEECH, *TEXT),
+    )
+    data_dir: str = setting("", "folder that oktopk data made; if empty, data made offline goes into a cache folder")
+    utterances: int = setting(948, "synth-an4: utterances to train on; gpt: windows of text in an epoch", low=1)
+    val_utterances: int = setting(130, "synth-an4, gpt: utterances or windows to validate with", low=1)
     grammar: str = setting(
         "an4", "synth-an4: an4, or commands (digits and commands only: quick to learn)", ("an4", "commands")
     )
@@ -51,13 +60,20 @@ class Config:
 
     max_epochs: int = setting(30, "passes over the training data", low=1)
     max_steps: int = setting(0, "steps after which the run ends, if its epochs have more; 0: no limit")
-    batch_size: int = setting(8, "utterances of each worker in a forward pass", low=1)
+    batch_size: int = setting(8, "utterances, or windows of text, of each worker in a forward pass", low=1)
     nsteps_update: int = setting(1, "forward passes a step; the exchange gets the mean of their gradients", low=1)
+    optimizer: str = setting(
+        "sgd",
+        "sgd; adamw; muon, with adamw for embeddings and vectors. Both but sgd let lr rise first and fall to 0",
+        ("sgd", "adamw", "muon"),
+    )
     lr: float = setting(0.001, "learning rate of the first epoch", open_low=True)
     lr_anneal: float = setting(1.01, "divisor of the learning rate after each epoch", open_low=True)
-    momentum: float = setting(0.9, "Nesterov momentum of SGD", high=MAX_MOMENTUM)
+    momentum: float = setting(0.9, "Nesterov momentum of SGD, or beta1 of AdamW", high=MAX_MOMENTUM)
     sparse_momentum: float = setting(
-        0.5, "momentum in sparse steps, if it is less; lr rises so that lr / (1 - momentum) stays", high=MAX_MOMENTUM
+        0.5,
+        "momentum in sparse steps, if it is less; SGD's lr rises so that lr / (1 - momentum) stays",
+        high=MAX_MOMENTUM,
     )
     clip: float = setting(400.0, "largest norm of the gradient; 0: no limit")
     clip_place: str = setting(
@@ -74,6 +90,9 @@ class Config:
     wire: str = setting(AUTO, "values on the wire: fp32, bf16 or int8; auto: int8 with oktopk, else fp32")
 
     seed: int = setting(0, "seed of weights, order and augmentation", high=MAX_SEED)
+    precision: str = setting(
+        AUTO, "of the passes: fp32, or bf16 by autocast; auto: bf16 for gpt on a GPU", (AUTO, "fp32", "bf16")
+    )
     device: str = setting("auto", "auto: a GPU if there is one; cpu; cuda", ("auto", "cpu", "cuda"))
     threads: int = setting(0, "CPU threads of each worker; 0: its share of the cores")
     timeout_s: float = setting(300.0, "seconds that a worker waits for another", open_low=True)
@@ -88,6 +107,9 @@ class Config:
                 one_of(each.name, value, choices)
             elif not isinstance(value, (str, bool)):
                 within(each.name, value, **each.metadata["limits"])
+        if (self.dataset in TEXT) != self.is_text:
+            fitting = " or ".join(TEXT if self.is_text else SPEECH)
+            raise SettingError(f"dataset {self.dataset} does not fit the net {self.dnn}, which wants {fitting}")
         self.algorithm()  # refuses what the algorithm refuses, before any worker starts
 
     def algorithm(self) -> Algorithm:
@@ -97,15 +119,32 @@ class Config:
         return make_algorithm(self.compressor, **{name: value for name, value in chosen.items() if value != AUTO})
 
     @property
+    def is_text(self) -> bool:
+        """Whether the net continues text; the others recognise speech."""
+        return self.dnn in SIZES
+
+    @property
+    def unit(self) -> str:
+        """The name of a sample."""
+        return "window" if self.is_text else "utterance"
+
+    def in_bf16(self, device: torch.device) -> bool:
+        """Return whether autocast makes the passes on this device in bfloat16."""
+        return self.is_text and device.type == "cuda" if self.precision == AUTO else self.precision == "bf16"
+
+    @property
     def is_dense(self) -> bool:
         """Whether no step is sparse, however long the run."""
         return self.compressor == "dense"
 
-    def rates_at(self, epoch: int, phase: str) -> Rates:
-        """Return the optimizer's rates in a dense or a sparse step of an epoch; epochs count from 0."""
+    def rates_at(self, epoch: int, phase: str, part: float = 0.5) -> Rates:
+        """Return the rates of a dense or a sparse step, `part` of the way through an epoch; epochs count from 0."""
         lr = self.lr / self.lr_anneal**epoch
-        momentum = min(self.momentum, self.sparse_momentum) if phase == "sparse" else self.momentum
-        return Rates(lr * (1 - momentum) / (1 - self.momentum) if momentum != self.momentum else lr, momentum)
+        if self.optimizer == "sgd":
+            return SGD.rates(lr, self.momentum, self.sparse_momentum) if phase == "sparse" else Rates(lr, self.momentum)
+        done = (epoch + part) / self.max_epochs
+        lr *= min(done / WARM_UP, (1 - done) / (1 - WARM_UP))
+        return ADAM.rates(lr, self.momentum, self.sparse_momentum) if phase == "sparse" else Rates(lr, self.momentum)
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

@@ -26,10 +26,10 @@ class _Figures(ProgressColumn):
 class Console:
     """Prints if `rank` is 0. The progress line is that of the whole run, whose `steps` the plan has."""
 
-    def __init__(self, rank: int, epochs: int, steps: int = 0) -> None:
+    def __init__(self, rank: int, epochs: int, steps: int = 0, unit: str = "utt") -> None:
         self.out = rich.console.Console(quiet=rank != 0, soft_wrap=True, highlight=False)
         self._live = self.out.is_terminal and rank == 0
-        self._epochs, self._steps, self._done = epochs, 0, 0
+        self._epochs, self._steps, self._done, self._unit = epochs, 0, 0, unit
         self._is_resumed = True  # until the bar has been set to the first step
         self.progress = Progress(
             BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
@@ -58,13 +58,15 @@ class Console:
     def step(self, record: TrainStep) -> None:
         """Show a step."""
         self._done += 1
-        self.progress.update(self._task, advance=1, figures=f"epoch {record.epoch + 1}/{self._epochs}  {_live(record)}")
+        figures = f"epoch {record.epoch + 1}/{self._epochs}  {_live(record, self._unit)}"
+        self.progress.update(self._task, advance=1, figures=figures)
         if not self._live and self._done % max(1, self._steps // LINES_PER_EPOCH) == 0:
-            self.out.print(f"epoch {record.epoch + 1} step {record.step}: {_figures(record, between='  ')}")
+            self.out.print(f"epoch {record.epoch + 1} step {record.step}: {_figures(record, self._unit)}")
 
     def end_epoch(self, record: EpochRecord) -> None:
         """Print the figures of an epoch."""
-        validation = ", ".join(_figure(record, name) for name in ("val_loss", "wer", "cer"))
+        names = ("wer", "cer") if record.bits_per_byte is None else ("bits_per_byte",)
+        validation = ", ".join(_figure(record, name) for name in ("val_loss", *names))
         self.out.print(
             f"[bold]epoch {record.epoch + 1}/{self._epochs}[/]  step {record.step}  {_figure(record, 'train_loss')}  "
             f"{validation if record.validated else 'not validated'}  {record.epoch_seconds:.1f} s"
@@ -78,27 +80,26 @@ def _figure(record: TrainStep | EpochRecord, name: str) -> str:
     return f"{figure.heading or name} {format_value(getattr(record, name), figure.unit)}"
 
 
-def _live(record: TrainStep) -> str:
+def _live(record: TrainStep, unit: str) -> str:
     """Return the figures of a progress line, the most important first, because a narrow terminal cuts the end."""
     seconds = sum(record.split.values()) or 1.0
-    speed = f"{record.utterances / seconds:.0f} utt/s"
+    speed = f"{record.utterances / seconds:.0f} {unit}/s"
     return f"{_figure(record, 'loss')}  {record.phase}  {format_bytes(record.sent_bytes)} a step  {speed}"
 
 
-def _figures(record: TrainStep, between: str) -> str:
+def _figures(record: TrainStep, unit: str) -> str:
     seconds = sum(record.split.values()) or 1.0
     parts = " ".join(f"{name} {100 * value / seconds:.0f}%" for name, value in record.split.items())
     figures = " ".join(_figure(record, name) for name in ("sparsity", "compression_ratio"))
     return (
-        f"{_figure(record, 'loss')}  {_figure(record, 'lr')}  {record.utterances / seconds:.0f} utt/s  {parts}"
-        f"{between}{record.phase} {figures}  {format_bytes(record.sent_bytes / seconds)}/s"
+        f"{_figure(record, 'loss')}  {_figure(record, 'lr')}  {record.utterances / seconds:.0f} {unit}/s  {parts}"
+        f"  {record.phase} {figures}  {format_bytes(record.sent_bytes / seconds)}/s"
     )
 
 
 def end_table(summary: Record, workers: int) -> Table:
     """Return the figures of a run."""
-    first, *figures = (format_value(summary[name]) for name in ("first_loss", "train_loss", "val_loss", "wer", "cer"))
-    train_loss, val_loss, wer, cer = figures
+    first, train_loss, val_loss = (format_value(summary[name]) for name in ("first_loss", "train_loss", "val_loss"))
     skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
     seconds, per_step = summary["seconds"], summary["seconds_per_step"]
 
@@ -108,8 +109,7 @@ def end_table(summary: Record, workers: int) -> Table:
     rows = {
         "train loss": f"{first} in the first epoch, {train_loss} in the last",
         "val loss": val_loss,
-        "WER": f"{wer}, best {format_value(summary['best_wer'])}",
-        "CER": cer,
+        **_errors(summary),
         "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps{skipped}",
         "sparsity": sparse(summary["sparsity"]),
         "compression ratio": sparse(summary["compression_ratio"]),
@@ -121,6 +121,14 @@ def end_table(summary: Record, workers: int) -> Table:
         f"on {workers} worker{'s' * (workers > 1)}",
     }
     return table_of("the run", rows)
+
+
+def _errors(summary: Record) -> dict[str, str]:
+    """Return the figures of the last validation that say how good the net is."""
+    wer, cer, bits = (format_value(summary[name]) for name in ("wer", "cer", "bits_per_byte"))
+    if summary["bits_per_byte"] is not None:
+        return {"bits a byte": f"{bits}, best {format_value(summary['best_bits_per_byte'])}"}
+    return {"WER": f"{wer}, best {format_value(summary['best_wer'])}", "CER": cer}
 
 
 def _bytes(summary: Record) -> str:

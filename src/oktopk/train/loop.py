@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,23 +18,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.ddp.momentum import Rates
 from oktopk.steps import READBACK_DELAY
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.schema import SPLIT, EpochRecord, StepRecord, TrainStep, from_row, to_row
 from oktopk.train import checkpoint
 from oktopk.train.collectives import all_or_none, check_same_weights, gather
-from oktopk.train.config import Rates
 from oktopk.train.console import Console
-from oktopk.train.corpus import Corpus
-from oktopk.train.ctc import count_edits, ctc_loss, error_rates, greedy, references
-from oktopk.train.data.features import Augmentation
-from oktopk.train.data.loader import Batch, Batches
 from oktopk.train.dist import Place
 from oktopk.train.divergence import DivergedError, Health, nonfinite_message
 from oktopk.train.models import make_model
+from oktopk.train.optimizers import make_optimizers, set_rates
 from oktopk.train.plan import Plan
 from oktopk.train.rundir import RunLogger
+from oktopk.train.workload import AnyBatch, Workload
 
 Ranks = list[dict[str, Any]]  # the figures of each rank
 NEVER = 10**9
@@ -53,28 +50,23 @@ class Progress:
     step: int = 0
     loss_sum: float = 0.0  # of the epoch's steps so far
     loss_count: int = 0
-    best_wer: float | None = None
+    best_error: float | None = None  # of the validations so far
     grad_norm: float | None = None
 
 
 class Trainer:
     """One worker of a run. All workers construct one and call the same methods in the same order."""
 
-    def __init__(self, place: Place, corpus: Corpus, plan: Plan, run_logger: RunLogger, console: Console) -> None:
-        self.place, self.plan, self.run_logger, self.console = place, plan, run_logger, console
+    def __init__(self, place: Place, workload: Workload, plan: Plan, run_logger: RunLogger, console: Console) -> None:
+        self.place, self.workload, self.plan, self.run_logger, self.console = place, workload, plan, run_logger, console
         self.config = config = plan.config
         self.device = torch.device(plan.device)
-        batches = partial(
-            Batches, batch_size=config.batch_size, rank=place.rank, world_size=place.size, seed=config.seed
-        )
-        self.train_batches = batches(corpus.train, augmentation=Augmentation() if config.augment else None)
-        self.val_batches = batches(corpus.val, evaluation=True)
+        self.train_batches, self.val_batches = workload.batches(place.size, place.rank)
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn).to(self.device)
         self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
-        self.optimizer = torch.optim.SGD(
-            self.net.parameters(), lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0
-        )
+        self.optimizers = make_optimizers(self.net, config)
+        self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=config.in_bf16(self.device))
         self._records: SimpleQueue[StepRecord] = SimpleQueue()
         # rates, laps, counts, and on their way to the host: loss, gradient norm, residual norm
         self._unfinished: deque[tuple[Rates, _Laps, dict[str, int], Tensor]] = deque()
@@ -84,6 +76,8 @@ class Trainer:
             dense_steps=NEVER if config.is_dense else config.dense_steps,
             clip=config.clip if config.clip and config.clip_place == "local" else None,
             on_nonfinite="skip",  # `_check_health` raises, with step and learning rate
+            optimizer=self.optimizers,
+            sparse_momentum=config.sparse_momentum,
             sinks=[self._records.put],
             timeout=config.timeout_s,
         )
@@ -95,7 +89,8 @@ class Trainer:
         rank, size = self.place.rank, self.place.size
         shared, own = all_or_none("reading the checkpoint", lambda: checkpoint.load(folder, rank, size))
         self.net.load_state_dict(shared["net"])
-        self.optimizer.load_state_dict(shared["optimizer"])
+        for optimizer, state in zip(self.optimizers, shared["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.progress = Progress(**shared["progress"])
         self.health = Health(**shared["health"])
         # At another number of workers an epoch has another number of steps; the same part of it is over.
@@ -148,7 +143,7 @@ class Trainer:
                 self._checkpoint(best=False)
         self._end_epoch(time.perf_counter() - start)
 
-    def _step(self, batches: Iterator[Batch]) -> None:
+    def _step(self, batches: Iterator[AnyBatch]) -> None:
         """Make one step: forward and backward, the exchange within backward, the update.
 
         On a GPU the host only enqueues it. The record comes through a sink some steps later, see `_finish_steps`.
@@ -161,35 +156,38 @@ class Trainer:
         for buffer, before in zip(self.net.buffers(), buffers, strict=True):
             # A NaN in a running mean would never leave it. On a GPU the device alone knows whether there is one.
             buffer.copy_(torch.where(torch.isfinite(loss), buffer, before))
-        clipped = self.config.clip_place == "global" or self._phase == "dense"  # `attach` clips sparse steps only
+        phase = self._phase_of(self.progress.step)
+        clipped = self.config.clip_place == "global" or phase == "dense"  # `attach` clips sparse steps only
         norm = clip_grad_norm_(self.net.parameters(), self.config.clip if self.config.clip and clipped else math.inf)
-        rates = self.config.rates_at(self.progress.epoch, self._phase)
-        set_rates(self.optimizer, rates)
-        self.optimizer.step()  # a skipped step delivers zeros, and goes on with the momentum alone
-        due = self._phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
+        set_rates(self.optimizers, *self._rates("dense"))
+        for optimizer in self.optimizers:
+            optimizer.step()  # a skipped step delivers zeros, and goes on with the momentum alone
+        due = phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
         residual_norm = self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
         figures = torch.stack([loss, norm, residual_norm]).to("cpu", non_blocking=True)
         laps.end("update")
-        counts = {"utterances": sum(len(batch.frames) for batch in work)}
-        counts["characters"] = sum(int(batch.target_lengths.sum()) for batch in work)
-        self._unfinished.append((rates, laps, counts, figures))
+        counts = {name: sum(getattr(batch, name) for batch in work) for name in ("utterances", "characters")}
+        self._unfinished.append((self._rates(phase), laps, counts, figures))
         self.progress.step, self.progress.step_of_epoch = self.progress.step + 1, self.progress.step_of_epoch + 1
         self._finish_steps(but=READBACK_DELAY if self.device.type == "cuda" else 0)
 
-    @property
-    def _phase(self) -> str:
-        """The phase of the next step."""
-        return "dense" if self.config.is_dense or self.progress.step < self.config.dense_steps else "sparse"
+    def _phase_of(self, step: int) -> str:
+        return "dense" if self.config.is_dense or step < self.config.dense_steps else "sparse"
 
-    def _forward_backward(self, work: list[Batch]) -> Tensor:
+    def _rates(self, phase: str, before: int = 0) -> Rates:
+        """Return the rates of the next step, or of one so many steps before it in its epoch."""
+        part = (self.progress.step_of_epoch - before + 0.5) / self.plan.steps_per_epoch
+        return self.config.rates_at(self.progress.epoch, phase, part)
+
+    def _forward_backward(self, work: list[AnyBatch]) -> Tensor:
         """Return this rank's mean loss over the passes; the last backward exchanges the sum of their gradients."""
-        self.optimizer.zero_grad()
+        self.net.zero_grad()
         losses = []
         for i, batch in enumerate(work):
             last = i == len(work) - 1
             with nullcontext() if last else self.model.no_sync():
-                log_probs, frames = self.model(batch.inputs, batch.frames)
-                loss = ctc_loss(log_probs, frames, batch.targets, batch.target_lengths) / len(work)
+                with self._autocast:
+                    loss = self.workload.loss(self.model, batch) / len(work)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().double())
         return torch.stack(losses).sum()
@@ -219,7 +217,7 @@ class Trainer:
             reason = made.reason or "loss or gradient norm is not finite"
             event, message = "non-finite", nonfinite_message(made.step, losses, lr, self.progress.grad_norm, reason)
         else:
-            per_character = [rank["loss"] * rank["utterances"] / max(1.0, rank["characters"]) for rank in ranks]
+            per_character = [self.workload.loss_per_character(rank) for rank in ranks]
             exploded = self.health.check(per_character, made.step, lr, norm, self.net)
             if exploded is None:
                 return
@@ -263,22 +261,22 @@ class Trainer:
         progress = self.progress
         last = progress.epoch + 1 == self.config.max_epochs or self._is_over()
         due = last or (progress.epoch + 1) % self.config.validate_every == 0
-        figures: dict[str, Any] = self._validate() if due else {"val_loss": None, "wer": None, "cer": None}
+        figures = self._validate() if due else {}
         record = EpochRecord(
             epoch=progress.epoch,
             step=progress.step,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
-            lr=self.optimizer.param_groups[0]["lr"],  # of its last step
+            lr=self._rates(self._phase_of(progress.step - 1), before=1).lr,
             epoch_seconds=seconds,
             validated=due,
-            **figures,
+            **figures,  # type: ignore[arg-type]
         )
         self.run_logger.write(record)
         self.console.end_epoch(record)
-        wer = figures["wer"]
-        best = wer is not None and (progress.best_wer is None or wer < progress.best_wer)
+        error = figures.get(self.workload.error)
+        best = error is not None and (progress.best_error is None or error < progress.best_error)
         if self._is_epoch_whole:  # else max_steps ended it, and a resumed run may go on with it
-            progress.best_wer = wer if best else progress.best_wer
+            progress.best_error = error if best else progress.best_error
             progress.epoch, progress.step_of_epoch = progress.epoch + 1, 0
             progress.loss_sum, progress.loss_count = 0.0, 0
         self._checkpoint(best)
@@ -288,7 +286,7 @@ class Trainer:
         digest = check_same_weights(self.net, self.progress.step)
         shared = {
             "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "progress": asdict(self.progress),
             "steps_per_epoch": self.plan.steps_per_epoch,
             "health": asdict(self.health),
@@ -300,41 +298,16 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float | None]:
-        """Return loss, WER and CER over the validation set, of which each worker evaluates its share."""
+        """Return the figures of the validation set, of which each worker evaluates its share."""
         for buffer in self.net.buffers():
             dist.broadcast(buffer, 0)  # the running statistics, as DDP does before each forward pass of training
         self.net.eval()
-        said, written, loss_sum = list[str](), list[str](), 0.0
-        for batch in self.val_batches.epoch(0):
-            on_device = batch.to(self.device)
-            log_probs, frames = self.net(on_device.inputs, batch.frames)
-            loss = ctc_loss(log_probs, frames, on_device.targets, batch.target_lengths)
-            loss_sum += float(loss) * len(batch.frames)
-            said += references(batch.targets, batch.target_lengths)
-            written += greedy(log_probs, frames)
+        with self._autocast:
+            found = [self.workload.evaluate(self.net, batch.to(self.device)) for batch in self.val_batches.epoch(0)]
         self.net.train()
-        sums = torch.tensor([loss_sum, len(said), *count_edits(said, written)], dtype=torch.float64)
+        sums = torch.tensor([sum(each) for each in zip(*found, strict=True)], dtype=torch.float64)
         dist.all_reduce(sums)
-        loss_sum, count, *edits = sums.tolist()
-        return {"val_loss": finite(loss_sum / count), **error_rates(edits)}
-
-
-def set_rates(optimizer: torch.optim.SGD, rates: Rates) -> None:
-    """Set the rates of the next step; where the momentum changes, scale the momentum buffers.
-
-    Under a steady gradient g a buffer is g / (1 - momentum). Left at 10 g with a momentum of 0.5 at 5 times the
-    learning rate, the first updates would be too large by up to a factor of 2. The momentum before is part of the
-    optimizer's state, so that a resumed run scales exactly once.
-    """
-    for group in optimizer.param_groups:
-        if group["momentum"] != rates.momentum:
-            # SGD does not update its buffers while the momentum is 0: they hold an old gradient.
-            scale = (1 - group["momentum"]) / (1 - rates.momentum) if group["momentum"] else 0.0
-            for parameter in group["params"]:
-                buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
-                if buffer is not None:  # there is none before the first step
-                    buffer.mul_(scale)
-        group.update(lr=rates.lr, momentum=rates.momentum)
+        return self.workload.figures(sums.tolist())
 
 
 class _Laps:

@@ -93,16 +93,17 @@ class Plan:
         rows = {
             "net": f"{config.dnn}, {self.numel:,} parameters"
             + ("" if config.is_dense else f", {self.sparse_numel:,} of them sent sparsely"),
-            "data": f"{self.utterances:,} utterances to train on, {self.val_utterances:,} to validate with, "
+            "data": f"{self.utterances:,} {config.unit}s to train on, {self.val_utterances:,} to validate with, "
             f"in {self.data_dir}",
-            "workers": f"{self.workers} on {self.device}, {config.batch_size} utterances each, "
+            "workers": f"{self.workers} on {self.device}, {config.batch_size} {config.unit}s each, "
             f"{config.nsteps_update} forward pass{'es' * (config.nsteps_update > 1)} a step",
             "steps": f"{self.steps:,} in {count(config.max_epochs, 'epoch')} of {self.steps_per_epoch:,}: "
             f"{self.steps - self.sparse_steps:,} dense"
             + ("" if config.is_dense else f", {self.sparse_steps:,} sparse"),
             "exchange": f"a dense step sends {format_bytes(self.dense_bytes)} a worker",
-            "learning": f"lr {config.lr:g}, divided by {config.lr_anneal:g} an epoch; "
-            f"momentum {momentum}, clip {config.clip:g} ({config.clip_place})",
+            "learning": f"{config.optimizer}, lr {config.lr:g}, "
+            + (f"divided by {config.lr_anneal:g} an epoch; " if config.optimizer == "sgd" else "falling to 0; ")
+            + f"momentum {momentum}, clip {config.clip:g} ({config.clip_place})",
         }
         if not config.is_dense:
             wanted = num_selected(self.sparse_numel, config.density)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import VERSION
-from oktopk.train import checkpoint, corpus
+from oktopk.train import checkpoint
 from oktopk.train.collectives import all_or_none, gather_objects, lost_peers_named
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
@@ -24,6 +24,8 @@ from oktopk.train.dist import HERE, STARTER, STORE, Place
 from oktopk.train.loop import Trainer
 from oktopk.train.plan import Plan, make_plan
 from oktopk.train.rundir import RunDir, RunLogger
+from oktopk.train.workload import Workload
+from oktopk.train.workloads import workload_of
 
 
 class StoppedError(OktopkError):
@@ -99,11 +101,11 @@ def work(job: Job, place: Place) -> dict[str, Any]:
     place.join(config.timeout_s, device)
     try:
         with lost_peers_named():
-            all_or_none("preparing the data", lambda: corpus.prepare(config) if place.rank == 0 else None)
-            data = all_or_none("reading the data", lambda: corpus.load(config))
-            corpus.check_enough(config, data, place.size)  # the same on every rank
-            folder = corpus.data_dir_of(config)
-            plan = make_plan(config, place.size, len(data.train), len(data.val), folder, str(device))
+            kind = workload_of(config)
+            all_or_none("preparing the data", lambda: kind.prepare(config) if place.rank == 0 else None)
+            data = all_or_none("reading the data", lambda: kind(config))
+            data.batches(place.size)  # raises on every rank, if there is too little
+            plan = make_plan(config, place.size, data.num_train, data.num_val, kind.data_dir_of(config), str(device))
             made = all_or_none("making the run's folder", lambda: job.folder() if place.rank == 0 else None)
             run = gather_objects(made)[0]
             assert run is not None
@@ -112,8 +114,9 @@ def work(job: Job, place: Place) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _train(job: Job, place: Place, data: corpus.Corpus, plan: Plan, run: RunDir) -> dict[str, Any]:
-    run_logger, console = RunLogger(run, place.rank), Console(place.rank, job.config.max_epochs, plan.steps)
+def _train(job: Job, place: Place, data: Workload, plan: Plan, run: RunDir) -> dict[str, Any]:
+    unit = "window" if job.config.is_text else "utt"
+    run_logger, console = RunLogger(run, place.rank), Console(place.rank, job.config.max_epochs, plan.steps, unit)
     run_logger.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
     try:
         with lost_peers_named():

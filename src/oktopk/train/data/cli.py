@@ -1,4 +1,4 @@
-"""`oktopk data`: make, import and check the speech that the trainer reads."""
+"""`oktopk data`: make, import and check the speech and the text that the trainer reads."""
 
 from math import fsum
 from pathlib import Path
@@ -11,12 +11,13 @@ from oktopk.train.data.an4 import COMPLETE, import_an4
 from oktopk.train.data.grammar import Grammar
 from oktopk.train.data.manifest import TRAIN_MANIFEST, check_manifest, read_manifest
 from oktopk.train.data.synth import make_speech
+from oktopk.train.data.text import files_of, make_text, standard_library
 
-ABOUT = """Make, import and check the speech that oktopk train reads.
+ABOUT = """Make, import and check the speech and the text that oktopk train reads.
 
 No corpus at hand? oktopk data synth-an4 --out DIR makes one, offline, in seconds.
 
-Each makes DIR/train, DIR/val and two manifests with relative paths: DIR can be moved and copied."""
+Speech is DIR/train, DIR/val and two manifests with relative paths, text is two files: DIR can be moved and copied."""
 
 Out = Annotated[Path, typer.Option("--out", help="The folder to make; the trainer takes it as --data-dir.")]
 
@@ -65,6 +66,27 @@ def check(manifest: Annotated[Path, typer.Argument(help=f"A manifest, such as DI
         raise typer.Exit(1)
     minutes, shortest, longest = fsum(durations_s) / 60, durations_s[0], durations_s[-1]
     typer.echo(f"{len(durations_s)} utterances, {minutes:.1f} minutes, {shortest:.2f} to {longest:.2f} s, no problems")
+
+
+def text(
+    out: Out,
+    sources: Annotated[
+        list[Path] | None, typer.Argument(help="Files, and folders of files; default: Python's standard library.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace text that is in DIR already.")] = False,
+) -> None:
+    """Gather the text of files and folders, as bytes.
+
+    The files are shuffled, always alike, and 3 % of the bytes are to validate with, in whole files. Files with a zero
+    byte are no text and are left out. The default is the sources of Python's standard library (PSF licence, 11 MB).
+
+    oktopk data text ~/src/linux/Documentation README.md --out data/text
+    """
+    with exit_on_error():
+        files = files_of(sources) if sources else standard_library()
+        train, val = make_text(files, out, force)
+    typer.echo(f"{train:,} bytes to train on, {val:,} to validate with, of {len(files):,} files, in {out}")
+    typer.echo(f"next: oktopk train --recipe gpt-tiny --data-dir {out}")
 
 
 def synth_an4(

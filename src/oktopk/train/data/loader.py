@@ -38,6 +38,16 @@ class Batch:
     target_lengths: Tensor  # [B]
     indices: tuple[int, ...]  # the utterances' places in the corpus
 
+    @property
+    def utterances(self) -> int:
+        """The number of utterances."""
+        return len(self.frames)
+
+    @property
+    def characters(self) -> int:
+        """The number of characters in their texts."""
+        return int(self.target_lengths.sum())
+
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with `inputs` and `targets` on `device`; the loss wants the lengths on the CPU."""
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
@@ -106,7 +116,7 @@ class Batches:
 
     def _neighbourhoods(self, epoch: int) -> Tensor:
         """Return [steps, batch_size * world_size]: utterances of similar length, the steps in random order."""
-        generator = _generator(_ORDER, self.seed, epoch)
+        generator = seeded(_ORDER, self.seed, epoch)
         steps, size, total = len(self), self.batch_size * self.world_size, len(self.utterances)
         used = torch.randperm(total, generator=generator)[: steps * size]
         blur = 1 + _JITTER * (2 * torch.rand(total, generator=generator, dtype=torch.float64) - 1)
@@ -142,11 +152,11 @@ class Batches:
                 self._cache[index] = kept
         if augmentation is None:
             return kept
-        generator = _generator(_VARIATION, self.seed, epoch, index)
+        generator = seeded(_VARIATION, self.seed, epoch, index)
         return spectrogram(augmentation.apply(kept.float() / FULL_SCALE, utterance.text, generator))
 
 
-def _generator(*words: int) -> torch.Generator:
+def seeded(*words: int) -> torch.Generator:
     """Return a generator seeded by all the words; neighbouring words give unrelated numbers."""
     state = np.random.SeedSequence(words).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) >> 1)  # torch takes 63 bits without wrapping

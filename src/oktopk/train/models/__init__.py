@@ -1,15 +1,18 @@
 """The models that `oktopk train` knows by name."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
 
 from oktopk.errors import one_of
+from oktopk.train.models.gpt import SIZES, Gpt
 from oktopk.train.models.lstman4 import SpeechRecogniser
 
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "lstman4": partial(SpeechRecogniser, channels=(32, 32), hidden=800, layers=5, lookahead=21),
     "lstman4-small": partial(SpeechRecogniser, channels=(8, 8), hidden=160, layers=2, bidirectional=True),
+    **{name: partial(Gpt, *size) for name, size in SIZES.items()},
 }
 
 

@@ -13,7 +13,10 @@ else:
     import tomli as tomllib
 
 DEFAULT = "an4-small"
-OF_NET = {"lstman4": "lstman4", "lstman4-small": DEFAULT}
+OF_NET = {
+    "lstman4": "lstman4", "lstman4-small": DEFAULT,
+    "gpt-tiny": "gpt-tiny", "gpt-30m": "gpt-30m", "gpt-124m": "gpt-124m",
+}  # fmt: skip
 """Recipe of a net that is named without one, so that no net trains with the learning rate of another."""
 
 

@@ -1,0 +1,188 @@
+"""Momentum in sparse steps: the user's optimizers step with a lower one, and keep their own settings.
+
+A sparse step delivers an element's gradients of several steps at once. Momentum spreads them over still more steps, so
+that they act late: half of what sparse steps lose under AdamW, and as much for an LSTM under SGD (docs/learning.md).
+
+The lower momentum holds within `optimizer.step()` alone. Schedulers and checkpoints see the user's values, and a
+scheduler may change any of them. Buffers are scaled where the momentum changes, so that under a steady gradient all
+updates have one size. The param group remembers for which momentum: it is saved with the buffers that it describes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from oktopk.errors import SettingError
+
+KEY = "oktopk_momentum"
+"""Key of a param group: the momentum that its buffers are scaled for, while that is not the group's own."""
+
+Group = dict[str, Any]
+IsSparse = Callable[[], bool]
+
+
+class Rates(NamedTuple):
+    """Learning rate and momentum of one step."""
+
+    lr: float
+    momentum: float
+
+
+class Kind(NamedTuple):
+    """How optimizers of one kind carry gradients on."""
+
+    sparse_momentum: float  # above which sparse steps are known to learn less
+    buffer: str  # its name in the optimizer's state
+    momentum: Callable[[Group], float]
+    settings: Callable[[float, Group], Group]  # of a momentum
+    lr: Callable[[float, float, float], float]  # of (lr, momentum, lower momentum), so that updates keep their size
+    scale: Callable[[float, float, Mapping[str, Any]], Any]  # of a buffer, from a momentum to another
+
+    def rates(self, lr: float, momentum: float, most: float | None = None) -> Rates:
+        """Return the rates of a sparse step, if those of a dense one are `lr` and `momentum`."""
+        lower = min(momentum, self.sparse_momentum if most is None else most)
+        return Rates(lr, lower) if lower == momentum else Rates(self.lr(lr, momentum, lower), lower)
+
+
+SGD = Kind(
+    sparse_momentum=0.5,
+    buffer="momentum_buffer",
+    momentum=lambda group: float(group["momentum"]),
+    settings=lambda momentum, _: {"momentum": momentum},
+    # Under a steady gradient g a buffer is g / (1 - momentum). SGD leaves it alone while the momentum is 0.
+    lr=lambda lr, momentum, lower: lr * (1 - lower) / (1 - momentum),
+    scale=lambda before, after, _: (1 - before) / (1 - after) if before else 0.0,
+)
+ADAM = Kind(
+    sparse_momentum=0.7,
+    buffer="exp_avg",
+    momentum=lambda group: float(group["betas"][0]),
+    settings=lambda momentum, group: {"betas": (momentum, group["betas"][1])},
+    # Under a steady gradient g a buffer is g (1 - beta1^steps), and Adam divides by the bracket.
+    lr=lambda lr, *_: lr,
+    scale=lambda before, after, state: (1 - after ** state["step"]) / (1 - before ** state["step"]),
+)
+
+
+def kind_of(optimizer: Optimizer) -> Kind | None:
+    """Return the rule of an optimizer; None if it keeps its momentum, as Muon does, or is not known."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return SGD
+    return ADAM if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) else None
+
+
+class SparseMomentum:
+    """Lowers the momentum of some optimizers while `is_sparse()`, until `close`."""
+
+    def __init__(self, optimizers: Iterable[Optimizer], most: float | None, is_sparse: IsSparse, speaks: bool) -> None:
+        self._most, self._is_sparse, self._speaks = most, is_sparse, speaks
+        self._own: list[tuple[Group, Group]] = []  # groups within a step, and their own settings
+        kinds = {optimizer: kind_of(optimizer) for optimizer in optimizers}
+        self._optimizers = {optimizer: kind for optimizer, kind in kinds.items() if kind is not None}
+        for name in sorted({type(each).__name__ for each in kinds.keys() - self._optimizers} if speaks else ()):
+            sys.stderr.write(f"oktopk: {name} keeps its momentum in sparse steps\n")
+        self._handles = [
+            handle
+            for optimizer in self._optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._after_step()  # a step that raised has left its settings
+        self._change(optimizer, self._is_sparse())
+
+    def _change(self, optimizer: Optimizer, sparse: bool) -> None:
+        kind, said = self._optimizers[optimizer], ""
+        for group in optimizer.param_groups:
+            own, lr = kind.momentum(group), group["lr"]
+            rates = kind.rates(lr, own, self._most) if sparse else Rates(lr, own)
+            before = group.get(KEY, own)
+            if before != rates.momentum:
+                said = f"momentum {rates.momentum:g}, before {before:g}; lr x {rates.lr / lr if lr else 1:g}"
+                _scale_(optimizer, group, kind, before, rates.momentum)
+            if rates.momentum == own:
+                group.pop(KEY, None)
+                continue
+            changed = {"lr": rates.lr, **kind.settings(rates.momentum, group)}
+            self._own.append((group, {name: group[name] for name in changed}))
+            group.update({KEY: rates.momentum, **changed})
+        if said and self._speaks:
+            steps = "sparse" if sparse else "dense"
+            sys.stderr.write(f"oktopk: {type(optimizer).__name__} in {steps} steps: {said}\n")
+
+    def _after_step(self, *_: Any) -> None:
+        while self._own:
+            group, own = self._own.pop()
+            group.update(own)
+
+    def close(self) -> None:
+        """Leave the optimizers as in dense steps."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._after_step()
+        self._speaks = False
+        for optimizer in self._optimizers:
+            self._change(optimizer, sparse=False)
+        self._optimizers.clear()
+
+
+@torch.no_grad()
+def _scale_(optimizer: Optimizer, group: Group, kind: Kind, before: float, after: float) -> None:
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        if state.get(kind.buffer) is not None:  # there is none before the first step
+            state[kind.buffer].mul_(kind.scale(before, after, state))
+
+
+def optimizers_of(given: Any, parameters: Iterable[Tensor]) -> list[Optimizer]:
+    """Return one optimizer or several as a list, without a trainer's wrapper; refuse those of another model."""
+    several = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else list(given)
+    ours, found = {id(parameter) for parameter in parameters}, []
+    for each in several:
+        inner = getattr(each, "optimizer", each)  # of Accelerate and Lightning
+        if not isinstance(inner, Optimizer):
+            raise SettingError(
+                f"optimizer= wants a torch.optim.Optimizer or a list of them, not {type(inner).__name__}"
+            )
+        others = sum(id(parameter) not in ours for group in inner.param_groups for parameter in group["params"])
+        if others:
+            raise SettingError(
+                f"optimizer= wants an optimizer of the model's parameters; {others} of this {type(inner).__name__}'s "
+                "are not the model's: make it from model.parameters(), after the model was moved to its device"
+            )
+        found.append(inner)
+    return found
+
+
+def warn_of_momentum(parameters: Iterable[Tensor], is_sparse: IsSparse, speaks: bool) -> Callable[[], None]:
+    """Warn at the first sparse step if an optimizer steps these parameters with much momentum; return the way out."""
+    ours, seen = {id(parameter) for parameter in parameters}, set[int]()
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        kind = kind_of(optimizer)
+        if not is_sparse() or kind is None:
+            return
+        if id(optimizer) in seen:  # it steps again: all have stepped once
+            handle.remove()
+            return
+        groups = [group for group in optimizer.param_groups if any(id(each) in ours for each in group["params"])]
+        seen.update([id(optimizer)] * bool(groups))
+        most = max(map(kind.momentum, groups), default=0.0)
+        if speaks and most > kind.sparse_momentum:
+            sys.stderr.write(
+                f"oktopk: WARNING: {type(optimizer).__name__} has momentum {most:g}, and sparse steps learn less with "
+                f"more than {kind.sparse_momentum:g}: attach(..., optimizer=optimizer) lowers it in them\n"
+            )
+
+    handle = register_optimizer_step_post_hook(look)
+    return handle.remove
