@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.ddp.attach import VERSION, Attached
+from oktopk.ddp.handle import VERSION, Handle
 from oktopk.errors import StateError
 
 SHARED = ("version", "size", "step")
 
 
-def save_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
+def save_distributed(path: str | os.PathLike[str], attached: Handle) -> None:
     """Write every rank's residuals and algorithm state into the directory `path`. All ranks call this alike."""
     from torch.distributed.checkpoint.state_dict_saver import save  # here, since it takes 0.7 s to import
 
@@ -31,7 +31,7 @@ def save_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
     save({**mine, **shared}, checkpoint_id=path, process_group=attached.group)
 
 
-def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
+def load_distributed(path: str | os.PathLike[str], attached: Handle) -> None:
     """Go on from what `save_distributed` wrote, whatever the number of ranks was. All ranks call this alike."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -52,7 +52,7 @@ def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
         attached.load_residual(_mean_over_ranks(path, contents, size, attached), step)
 
 
-def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, attached: Attached) -> dict[str, Tensor]:
+def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, attached: Handle) -> dict[str, Tensor]:
     """Return the mean of all ranks' residuals, one old rank at a time."""
     total: dict[str, Tensor] = {}
     for rank in range(size):
@@ -67,7 +67,7 @@ def _below(prefix: str, contents: Mapping[str, Any]) -> Iterator[tuple[str, str]
     return ((key, key.removeprefix(prefix)) for key in contents if key.startswith(prefix))
 
 
-def _load(path: Any, contents: Mapping[str, Any], names: Mapping[str, str], attached: Attached) -> dict[str, Tensor]:
+def _load(path: Any, contents: Mapping[str, Any], names: Mapping[str, str], attached: Handle) -> dict[str, Tensor]:
     """Return the tensors of some keys, by the name that is given for each."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
