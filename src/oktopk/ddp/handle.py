@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,8 @@ class Handle:
 
     _engine: Engine
     group: dist.ProcessGroup | None
+    MORE: tuple[str, ...] = ()
+    """Further entries of one rank's state dict."""
 
     def _start(self, engine: Engine, is_own_group: bool, timeout: float) -> None:
         """Start the worker thread, once all ranks are seen to be about to do the same."""
@@ -126,6 +128,7 @@ class Handle:
         version = saved.get("version") if isinstance(saved, Mapping) else None
         if version != VERSION:
             raise StateError(f"wanted an attachment's state dict of version {VERSION}, not of version {version!r}")
+        self.check_kind(saved)
         self.check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()})
         mine = {"algorithm": type(self.algorithm).__name__, "size": self.size, "rank": self.rank}
         for what, ours in mine.items():
@@ -134,6 +137,14 @@ class Handle:
                 raise StateError(f"the state dict is of {what} {saved[what]!r}, here it is {ours!r}{advice}")
         self.load_residual(saved["residual"], saved["step"])
         self.load_groups(saved["groups"])
+        self.load_rest(saved, is_own=True)
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the part of a rank's gradients, given its state dict, that all ranks are still to get."""
+        return dict(saved["residual"])
+
+    def load_rest(self, saved: Mapping[str, Any], is_own: bool) -> None:
+        """Go on with the other entries of a state dict, this rank's own or another's. An attachment has none."""
 
     def load_residual(self, residual: Mapping[str, Tensor], step: int) -> None:
         """Hold these residuals, by parameter, and go on at `step`."""
@@ -180,6 +191,13 @@ class Handle:
         }
         for text in (text for text, holds in warnings.items() if holds):
             sys.stderr.write(f"oktopk: WARNING: {text}\n")
+
+    def check_kind(self, entries: Container[str]) -> None:
+        """Refuse a state of another kind of handle, given its entries."""
+        kinds = {True: "LocalSteps", False: "attach"}
+        is_local, wants_local = "agreed" in entries, "agreed" in self.MORE
+        if is_local != wants_local:
+            raise StateError(f"wanted a state of {kinds[wants_local]}, and this is one of {kinds[is_local]}")
 
     def check_parameters(self, theirs: Mapping[str, int]) -> None:
         """Refuse a state whose parameters, given by name and length, are not this model's."""
