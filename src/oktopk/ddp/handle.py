@@ -247,7 +247,7 @@ def _shut_down(
 def _number_of(name: str, value: Any) -> float | None:
     """Return a figure of a script as a float; None if it is not finite, because JSON has no NaN."""
     try:
-        number = float(value)
+        number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise SettingError(f"log wants a number for {name}, or a tensor of one element; this is {came}") from None
