@@ -33,3 +33,21 @@ def test_the_readmes_lines_run_under_torchrun():
     assert losses[-1] < 0.9 * losses[0]
     assert re.findall(r"(dense|sparse) +sparsity", done.stdout) == ["dense"] * 2 + ["sparse"] * 4
     assert "compression was active on 40 of 60 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(150)
+def test_local_steps_run_resume_and_can_be_reported(tmp_path):
+    program = EXAMPLES / "local_steps.py"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, "--folder", tmp_path)
+    losses = []
+    for _ in range(2):  # the second run goes on from the first one's checkpoint
+        done = run(*torchrun)
+        assert done.returncode == 0, done.stderr
+        losses += [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+        assert "compression was active on 30 of 30 steps" in done.stdout
+    assert losses[-1] < losses[6] < 0.7 * losses[0]
+    report = run("-m", "oktopk", "report", "--text", tmp_path / "metrics.jsonl")
+    assert report.returncode == 0, report.stderr
+    assert "sent, of dense" in report.stdout

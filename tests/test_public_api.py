@@ -7,7 +7,7 @@ from pathlib import Path
 import oktopk
 
 PROMISED = """
-ALGORITHMS Algorithm Attached CallbackSink Comm Dense GTopk GaussianK InputError JsonlSink MalformedError
+ALGORITHMS Algorithm Attached CallbackSink Comm Dense GTopk GaussianK InputError JsonlSink LocalSteps MalformedError
 MemorySink MeteredComm MismatchError NonFiniteError OkTopk OkTopkPaper OktopkError PeerError ProcessGroupComm Reduced
 Reducer SettingError Sparse StateError StepRecord Summary TensorBoardSink TopkA TopkDSA Traffic attach
 load_distributed make_algorithm run_local save_distributed small_or_vector

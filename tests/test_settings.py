@@ -16,7 +16,7 @@ from oktopk.cli import COMMANDS
 from oktopk.cli.root import load
 from oktopk.train.config import Config
 
-MOST = 79
+MOST = 91
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 
@@ -34,7 +34,8 @@ def knobs() -> dict[str, set[str]]:
     places = {f"oktopk {name}": set(options_of(load(name))) for name in COMMANDS if name != "doctor"}
     places["oktopk doctor"] = {"json"}
     places["oktopk train"] |= {each.name for each in fields(Config)}
-    places["attach"], places["Reducer"] = keywords_of(oktopk.attach), keywords_of(oktopk.Reducer)
+    for call in (oktopk.attach, oktopk.Reducer, oktopk.LocalSteps):
+        places[call.__name__] = keywords_of(call)
     places["algorithms"] = {each.name for algorithm in ALGORITHMS.values() for each in fields(algorithm)}  # type: ignore[arg-type]
     return places
 

@@ -6,6 +6,7 @@ from oktopk.comm import Comm, MeteredComm, ProcessGroupComm, Traffic, run_local
 from oktopk.ddp.attach import Attached, attach
 from oktopk.ddp.checkpoint import load_distributed, save_distributed
 from oktopk.ddp.exclude import small_or_vector
+from oktopk.ddp.local import LocalSteps
 from oktopk.errors import (
     InputError,
     MalformedError,
@@ -24,8 +25,8 @@ from oktopk.telemetry.summary import Summary
 
 __all__ = [
     "ALGORITHMS", "Algorithm", "Attached", "CallbackSink", "Comm", "Dense", "GTopk", "GaussianK", "InputError",
-    "JsonlSink", "MalformedError", "MemorySink", "MeteredComm", "MismatchError", "NonFiniteError", "OkTopk",
-    "OkTopkPaper", "OktopkError", "PeerError", "ProcessGroupComm", "Reduced", "Reducer", "SettingError", "Sparse",
-    "StateError", "StepRecord", "Summary", "TensorBoardSink", "TopkA", "TopkDSA", "Traffic", "attach",
+    "JsonlSink", "LocalSteps", "MalformedError", "MemorySink", "MeteredComm", "MismatchError", "NonFiniteError",
+    "OkTopk", "OkTopkPaper", "OktopkError", "PeerError", "ProcessGroupComm", "Reduced", "Reducer", "SettingError",
+    "Sparse", "StateError", "StepRecord", "Summary", "TensorBoardSink", "TopkA", "TopkDSA", "Traffic", "attach",
     "load_distributed", "make_algorithm", "run_local", "save_distributed", "small_or_vector",
 ]  # fmt: skip

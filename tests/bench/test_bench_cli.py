@@ -160,3 +160,18 @@ def test_without_the_bench_extra_nothing_is_measured(monkeypatch: pytest.MonkeyP
     assert done.exit_code == 2
     assert "pip install 'oktopk[bench]'" in done.stderr
     assert not (tmp_path / "results").exists()
+
+
+@needs_a_lab
+@pytest.mark.slow
+@pytest.mark.processes
+def test_local_steps_in_the_lab(tmp_path: Path) -> None:
+    words = ("--numel", 100_000, "--mbit", 20, "--delay-ms", 5, "--every", 4, "--compute-s", 0.05, "--rounds", 1)
+    result = results(tmp_path, "local", *words)
+    rows = {row["method"]: row for row in result["settings"][0]["rows"]}
+    assert list(rows) == ["ddp", "dense", "oktopk", "streamed"]
+    assert all(0 < row["utilisation"] <= 1 for row in rows.values())
+    assert rows["ddp"]["steps"] == 1
+    assert rows["oktopk"]["steps"] == 4
+    assert rows["ddp"]["down_bytes"] > 3 * rows["dense"]["down_bytes"] > 30 * rows["oktopk"]["down_bytes"]
+    assert "OkTopk in 4 fragments" in result["stdout"]

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD
 
-from oktopk import JsonlSink, OkTopk
+from oktopk import JsonlSink, LocalSteps, OkTopk
 from tests.ddp.accounts import weights_of
 from tests.ddp.harness import attach, end_now, started
 from tests.ddp.nets import Net, descend_, step_
@@ -88,9 +89,21 @@ class Mortals(ExitStack):
 
 
 def _live(
-    rank, pipe, size, algorithm=SPARSE, steps=1_000_000, dense_steps=2, jsonl=None, before_step=None, stays=False
+    rank,
+    pipe,
+    size,
+    algorithm=SPARSE,
+    steps=1_000_000,
+    dense_steps=2,
+    jsonl=None,
+    before_step=None,
+    stays=False,
+    every=0,
 ):
-    """Train as a rank; `before_step` gets rank, step and handle. One that `stays` after an error waits for its end."""
+    """Train as a rank; `before_step` gets rank, step and handle. One that `stays` after an error waits for its end.
+
+    With `every` it makes local steps, and exchanges every so many of them.
+    """
     os.setsid()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=WORLD_S)
@@ -100,18 +113,22 @@ def _live(
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), size, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    model = DDP(Net())
+    model = Net() if every else DDP(Net())
     sinks = [] if jsonl is None else [JsonlSink(f"{jsonl}{rank}")]
-    attached = attach(model, algorithm, dense_steps=dense_steps, timeout=EXCHANGE_S, sinks=sinks)
+    if every:
+        attached = LocalSteps(model, SGD(model.parameters()), algorithm, every=every, timeout=EXCHANGE_S, sinks=sinks)
+    else:
+        attached = attach(model, algorithm, dense_steps=dense_steps, timeout=EXCHANGE_S, sinks=sinks)
     try:
         for step in range(steps):
             if before_step is not None:
                 before_step(rank, step, attached)
             step_(model, step)
-            descend_(model)
+            attached.step() if every else descend_(model)
             pipe.send(("step", step))
         assert attached.active
-        pipe.send(("end", sum(float(weight.double().sum()) for weight in weights_of(model.module).values())))
+        weights = weights_of(getattr(model, "module", model))
+        pipe.send(("end", sum(float(weight.double().sum()) for weight in weights.values())))
     except Exception as error:
         pipe.send(("end", f"{type(error).__name__}: {error}"))
         if stays:

@@ -102,7 +102,7 @@ class _LowRank(Candidate):
         self.grads = [
             [part.view(shape) for part, shape in zip(torch.split(grad, sizes), shapes, strict=True)] for grad in pool
         ]
-        self.model = wrap(_Matrices(shapes), method)
+        self.model = wrap(Matrices(shapes), method)
 
     def prepare(self, number: int) -> None:  # noqa: ARG002
         self.model.zero_grad()
@@ -111,7 +111,7 @@ class _LowRank(Candidate):
         torch.autograd.backward(self.model(), self.grads[number % len(self.grads)])
 
 
-class _Matrices(nn.Module):
+class Matrices(nn.Module):
     """Parameters of these shapes, which are the outputs, too: their gradients are handed over in backward."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
@@ -119,6 +119,7 @@ class _Matrices(nn.Module):
         self.matrices = nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
     def forward(self) -> list[Tensor]:
+        """Return the matrices."""
         return [matrix.view_as(matrix) for matrix in self.matrices]
 
 

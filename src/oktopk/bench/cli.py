@@ -12,6 +12,8 @@ from rich.table import Table
 
 from oktopk.bench import report
 from oktopk.bench.candidates import BOUND, time_exchange, time_step
+from oktopk.bench.local import METHODS as LOCAL_METHODS
+from oktopk.bench.local import Work, measure_local
 from oktopk.bench.machine import provenance
 from oktopk.bench.methods import DEFAULT, GROUPS, METHODS, Entry, entries_of, parse_methods
 from oktopk.bench.models import check_model
@@ -20,7 +22,7 @@ from oktopk.bench.processes import Network, Setting, make_settings
 from oktopk.bench.rounds import measure
 from oktopk.bench.summary import verdicts_of
 from oktopk.cli.errors import exit_on_error
-from oktopk.errors import SettingError, within
+from oktopk.errors import SettingError, one_of, within
 
 LSTM_NUMEL = 27_569_568
 """Number of parameters of the paper's speech recogniser."""
@@ -45,7 +47,7 @@ Batch = Annotated[int, typer.Option(min=1, help="Examples of each rank.")]
 Model = Annotated[
     str, typer.Option(help="lstman4 (27.6 M parameters), an4-small (1 M), wide (27 M), or module:factory.")
 ]
-Work = Callable[[Setting, list[Entry]], dict[str, Any]]
+Measure = Callable[[Setting, list[Entry]], dict[str, Any]]
 
 
 @exit_on_error()
@@ -129,6 +131,39 @@ def probe(
     _run({"bench": "probe", "numel": numel}, density, methods, _network(ranks, mbit, delay_ms), work, out)
 
 
+@exit_on_error()
+def local(
+    numel: Numel = 30_000_000,
+    density: Density = "0.03",
+    ranks: Ranks = "4",
+    mbit: Mbit = "",
+    delay_ms: Delay = 20.0,
+    every: Annotated[int, typer.Option(min=1, help="H: steps from one exchange to the next.")] = 30,
+    compute_s: Annotated[float, typer.Option("--compute-s", min=0, help="Seconds of computing a step: a sleep.")] = 0.5,
+    methods: Annotated[str, typer.Option(help=f"Of {', '.join(LOCAL_METHODS)}.")] = ",".join(LOCAL_METHODS),
+    rounds: Rounds = 2,
+    out: Out = None,
+) -> None:
+    """Measure the part of the time that workers of local steps compute.
+
+    DDP makes one step, with its exchange all behind the computing. The others make rounds of H steps.
+
+    sudo oktopk bench local --ranks 8 --mbit 50 --every 30
+    """
+    chosen = [one_of("method", name.strip(), LOCAL_METHODS) for name in methods.split(",")]
+    (settings, notes), works = _network(ranks, mbit, delay_ms), list[Work]()
+    for each in _numbers("density", density, 0, 1, open_low=True):
+        works.append(Work(numel, every, compute_s, each, rounds))
+    result: dict[str, Any] = {"bench": "local", **provenance(), "notes": notes, "settings": []}
+    for setting in settings:
+        for work in works:
+            result["settings"].append({**vars(work), **measure_local(setting, work, chosen)})
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                report.write_json(result, out)  # a later setting may fail
+    _show(result, out)
+
+
 def _network(ranks: str, mbit: str, delay_ms: float) -> Network:
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
     return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms)
@@ -143,7 +178,7 @@ def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, op
     return list(dict.fromkeys(within(f"--{kind}", number, low, high, open_low=open_low) for number in numbers))
 
 
-def _run(about: dict[str, Any], density: str, methods: str, network: Network, work: Work, out: Path | None) -> None:
+def _run(about: dict[str, Any], density: str, methods: str, network: Network, work: Measure, out: Path | None) -> None:
     """Do the work in every setting, and show or write its results."""
     densities = _numbers("density", density, 0, 1, open_low=True)
     entries = entries_of(parse_methods(methods), densities)
@@ -177,4 +212,4 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
     for verdict in result.get("pays", ()):
         console.print(escape(verdict["sentence"]))
     if out is not None:
-        console.print(f"wrote {escape(str(out / (report.JSON if result['bench'] == 'probe' else report.PAGE)))}")
+        console.print(f"wrote {escape(str(out / (report.PAGE if 'pays' in result else report.JSON)))}")

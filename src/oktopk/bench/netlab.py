@@ -63,9 +63,18 @@ class Host:
 
 
 def sent_bytes() -> int:
-    """Return the bytes that the kernel counted on the link of this process's host, headers included."""
+    """Return the bytes that the kernel counted out on the link of this process's host, headers included."""
+    return _counted(8)
+
+
+def received_bytes() -> int:
+    """Return the bytes that it counted in."""
+    return _counted(0)
+
+
+def _counted(column: int) -> int:
     lines = dict(line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
-    return int(next(fields for name, fields in lines.items() if name.strip() == DEVICE).split()[8])
+    return int(next(fields for name, fields in lines.items() if name.strip() == DEVICE).split()[column])
 
 
 class Lab:

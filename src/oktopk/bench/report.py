@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from oktopk.bench.local import METHODS as LOCAL_METHODS
 from oktopk.bench.processes import Setting, link_name
 from oktopk.bench.summary import series_of
 from oktopk.errors import SettingError
@@ -16,6 +17,7 @@ JSON, CSV, PAGE = "results.json", "results.csv", "index.html"
 NEEDED = ("matplotlib", "jinja2")
 UNKNOWN = "n/a"
 COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
+LOCAL_COLUMNS = ("method", "computing", "s a step", "MB up a step", "MB down a step")
 PREDICTED = ("predicted ms", "error")
 PROBED = ("", "ms a call", "ns a word", "as Mbit/s", "computing, ns an element")
 SIZE_INCHES = (8, 5)
@@ -68,6 +70,8 @@ def _csv_row(setting: dict[str, Any], row: dict[str, Any], result: dict[str, Any
 def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a table for each setting: its title, its columns, the cells of its rows, and the lines below it."""
     tables = []
+    if result["bench"] == "local":
+        return [_local_table(setting) for setting in result["settings"]]
     for setting in result["settings"]:
         where = Setting(setting["ranks"], setting["mbit"], setting["delay_ms"])
         title = f"{where}, n = {result['numel']:,}, density {', '.join(map(str, result['densities']))}"
@@ -80,6 +84,22 @@ def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
         title += f", {setting['rounds']} round{'s' * (setting['rounds'] > 1)}"
         tables.append({"title": title, "columns": columns, "rows": [_cells(row) for row in rows], "lines": lines})
     return tables
+
+
+def _local_table(setting: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of workers that make local steps."""
+    title = f"{setting['setting']}, n = {setting['numel']:,}, density {setting['density']:g}, H = {setting['every']}, "
+    rows = [
+        [
+            LOCAL_METHODS[row["method"]],
+            f"{100 * row['utilisation']:.1f} %",
+            f"{row['wall_s'] / row['steps']:.3g}",
+            *(UNKNOWN if row[way] is None else f"{row[way] / 1e6:.3f}" for way in ("up_bytes", "down_bytes")),
+        ]
+        for row in setting["rows"]
+    ]
+    lines = [f"computing is a sleep of {setting['compute_s']:g} s a step; bytes by the interface, headers included"]
+    return {"title": title + f"{setting['rounds']} rounds", "columns": LOCAL_COLUMNS, "rows": rows, "lines": lines}
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -6,18 +6,10 @@ The futures of all buckets are completed together, once every rank's whole gradi
 
 from __future__ import annotations
 
-import math
-import os
-import queue
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from html import escape
 from typing import Any
 
 import torch
@@ -28,24 +20,21 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
+from oktopk.algorithms import Algorithm
 from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.cuda.events import record_event, wait_event
 from oktopk.ddp.engine import Bucket, DDPConfig, Engine
-from oktopk.ddp.exclude import Exclusion, excluded, rules_of, smallest
+from oktopk.ddp.exclude import Exclusion, excluded, rules_for
+from oktopk.ddp.handle import Handle, algorithm_of
 from oktopk.ddp.hook import check_alone_in_backward, check_model, hook_of, register
 from oktopk.ddp.loss_scale import forget_scalers, scaler_of_this_backward, watch_scalers
 from oktopk.ddp.mixed_precision import gradient_dtype
 from oktopk.ddp.momentum import SparseMomentum, optimizers_of, warn_of_momentum
-from oktopk.errors import MismatchError, SettingError, StateError, one_of, within
-from oktopk.kernels import kernels_for
+from oktopk.errors import SettingError, one_of, within
 from oktopk.steps import make_groups
 from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import StepRecord
 from oktopk.telemetry.sinks import SINK_PATIENCE_S, Sink, Sinks
-from oktopk.telemetry.summary import Summary
-
-VERSION = 3
 
 
 def attach(
@@ -86,11 +75,11 @@ def attach(
     timeout             seconds after which a rank that waits for another gives up
     """
     check_model(ddp_model)
-    used = _algorithm_of(algorithm)
+    used = algorithm_of(algorithm)
     config = DDPConfig(
         algorithm=used,
         dense_steps=int(within("dense_steps", dense_steps, 0)),
-        exclude=_rules_of(exclude, ddp_model, used),
+        exclude=rules_for(exclude, _parameters_of(ddp_model), used),
         clip=None if clip is None else within("clip", clip, 0, open_low=True),
         density_schedule=tuple(
             (int(within("steps of density_schedule", steps, 1)), within("density", density, 0, 1, open_low=True))
@@ -114,7 +103,7 @@ def attach(
     return attached
 
 
-class Attached:
+class Attached(Handle):
     """The handle that `attach` returns. `rank` and `size` are those of `group`, the process group of the exchange."""
 
     def __init__(
@@ -142,26 +131,11 @@ class Attached:
         self._done: Future[Exception | None] = Future()  # of the step that is being made
         self.group = group or _new_group(ddp_model, timeout)
         comm = MeteredComm(ProcessGroupComm(self.group))
-        self.rank, self.size = comm.rank, comm.size
         groups = make_groups(list(parameters.items()), int(ddp_model.bucket_bytes_cap), gradient_dtype(ddp_model))
         writes = Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))  # a sink is dropped before the other ranks give up
         may_be_unused = bool(ddp_model.find_unused_parameters or ddp_model.static_graph)
-        self._engine = Engine(parameters, groups, comm, config, writes, scaler, may_be_unused)
-        self._worker = WorkerThread()
-        leave = _lower_momentum(self._engine, optimizers)
-        self._finalizer = weakref.finalize(
-            self, _shut_down, os.getpid(), leave, self._worker, self._engine, self.group, group is None, timeout
-        )
-        try:
-            self._engine.agree()
-        except MismatchError:
-            self._finalizer()
-            raise
-
-    @property
-    def last(self) -> StepRecord | None:
-        """The record of the latest step; None before the first."""
-        return self._engine.last
+        engine = Engine(parameters, groups, comm, config, writes, scaler, may_be_unused)
+        self._start(engine, group is None, timeout, _lower_momentum(engine, optimizers))
 
     @property
     def active(self) -> bool:
@@ -174,59 +148,6 @@ class Attached:
         """The step that comes next, from 0."""
         return self._engine.next_step
 
-    @property
-    def residual(self) -> dict[str, Tensor]:
-        """A copy of what this rank has not delivered yet, by parameter, flat."""
-        return {name: tensor for group in self._engine.groups for name, tensor in group.by_name().items()}
-
-    def residual_norm(self) -> float:
-        """Return the norm of this rank's residual. It takes a pass over all elements, so do not call it every step."""
-        return float(self.residual_norm_tensor())
-
-    def residual_norm_tensor(self) -> Tensor:
-        """Return the same norm on the residual's device; the host does not wait for it."""
-        norms = [torch.linalg.vector_norm(group.residual.held).double() for group in self._engine.groups]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
-
-    @property
-    def algorithm(self) -> Any:
-        """The algorithm of the sparse steps. May be set between steps, on all ranks alike; residuals stay."""
-        return self._engine.config.algorithm.given
-
-    @algorithm.setter
-    def algorithm(self, algorithm: Algorithm | str) -> None:
-        self._engine.change(replace(self._engine.config, algorithm=_algorithm_of(algorithm)))
-
-    @property
-    def density(self) -> float | None:
-        """The density of the sparse steps, past any schedule. May be set between steps, on all ranks alike."""
-        algorithm = self._engine.config.algorithm
-        return algorithm.density if algorithm.has_density else None
-
-    @density.setter
-    def density(self, density: float) -> None:
-        self.algorithm = self._engine.config.algorithm.with_density(density)
-
-    def exclude(self, exclude: Exclusion | Iterable[Exclusion]) -> None:
-        """Make other parameters travel dense from the next step on, which also delivers their residuals."""
-        self._engine.change(replace(self._engine.config, exclude=rules_of(exclude)))
-
-    def summary(self) -> Summary:
-        """Return the totals of all steps so far; `print` shows them as a table."""
-        return self._engine.summary
-
-    def log(self, **figures: Any) -> None:
-        """Add figures of yours, such as a loss, to the record of the latest step, for the report and the sinks.
-
-        Numbers and tensors of one element are taken; for one on a GPU the host waits. A NaN or Inf is kept as unknown.
-        """
-        self._engine.log({name: _number_of(name, value) for name, value in figures.items()})
-
-    def flush(self) -> None:
-        """Write the records of all steps so far to the sinks; on the device path this waits for the steps."""
-        self._engine.flush_records(delay=0)
-
     def detach(self) -> None:
         """Go back to plain DDP: finish the current step, join the worker, close the sinks. Residuals stay readable."""
         hook = hook_of(self._model())
@@ -235,95 +156,9 @@ class Attached:
         self._engine.is_detached = True
         self._finalizer()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state with which this rank resumes bit for bit; every rank saves its own."""
-        self._engine.save_()
-        return {
-            "version": VERSION,
-            "algorithm": type(self.algorithm).__name__,
-            "rank": self.rank,
-            "size": self.size,
-            "step": self.step,
-            "residual": self.residual,
-            "groups": [group.state_dict() for group in self._engine.groups],
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from this rank's `state_dict`; one that does not fit is refused and changes nothing.
-
-        Mode, ranking and all other settings are those of this attachment, not the saved ones.
-        """
-        version = saved.get("version") if isinstance(saved, Mapping) else None
-        if version != VERSION:
-            raise StateError(f"wanted an attachment's state dict of version {VERSION}, not of version {version!r}")
-        self.check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()})
-        mine = {"algorithm": type(self.algorithm).__name__, "size": self.size, "rank": self.rank}
-        for what, ours in mine.items():
-            if saved[what] != ours:
-                advice = "; save_distributed and load_distributed change the world size" if what == "size" else ""
-                raise StateError(f"the state dict is of {what} {saved[what]!r}, here it is {ours!r}{advice}")
-        self.load_residual(saved["residual"], saved["step"])
-        self.load_groups(saved["groups"])
-
-    def load_residual(self, residual: Mapping[str, Tensor], step: int) -> None:
-        """Hold these residuals, by parameter, and go on at `step`."""
-        self._engine.state_to_host()
-        for group in self._engine.groups:
-            group.load_by_name_(residual)
-            group.state = None
-        self._engine.go_on_at(int(step))
-
-    def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Resume with these algorithm states; where they do not fit the current settings, the algorithm starts anew."""
-        groups, comm, algorithm = self._engine.groups, self._engine.comm, self._engine.config.algorithm
-        if [int(group["group"]) for group in saved] != [group.fingerprint for group in groups]:
-            why = "for other groups of parameters than here"
-        else:
-            fits = [group.load_state_dict_(each, algorithm, comm) for group, each in zip(groups, saved, strict=True)]
-            if all(fits):
-                return
-            why = f"with another algorithm, mode or ranking than {self.algorithm}"
-        if not self.rank:
-            sys.stderr.write(f"oktopk: the state was saved {why}: residuals are kept, the algorithm starts anew\n")
-
-    def __str__(self) -> str:
-        groups, steps = self._engine.groups, self._engine.config.dense_steps
-        dense, total = self._dense_numels, len(self._engine.parameters)
-        on_device = self._engine.on_device
-        kernel = "gpu (triton), steps stay there" if on_device else kernels_for(groups[0].residual.held).name
-        return (
-            f"{self.algorithm} on {count(self.size, 'rank')}; "
-            f"{count(steps, 'dense step') + ', then sparse' if steps else 'sparse from the first step'}; "
-            f"{total - len(dense)} parameters ({self._engine.numel - sum(dense):,} elements) sparse, "
-            f"{len(dense)} ({sum(dense):,}) dense; kernel: {kernel}"
-        )
-
-    def _repr_html_(self) -> str:
-        """Return settings and summary, for notebooks."""
-        return f"<p>{escape(str(self))}</p>{self.summary()._repr_html_()}"
-
-    @property
-    def _dense_numels(self) -> list[int]:
-        """Elements of the parameters that travel dense."""
-        names = (name for group in self._engine.groups for name in group.dense_names)
-        return [self._engine.parameters[name].numel() for name in names]
-
-    def announce(self) -> None:
-        """Print the active settings to stderr on rank 0."""
-        if self.rank:
-            return
-        sys.stderr.write(f"oktopk: {self}\n")
-        dense = self._dense_numels
-        sparse = self._engine.numel - sum(dense)
-        selected = 2 * sparse * (self.density or 1.0)  # an index and a value each
-        warnings = {
-            "one rank has nobody to exchange with: its sparse steps only cost time": self.size == 1,
-            "every parameter travels dense, nothing will be compressed": not sparse,
-            f"most bytes travel dense: {sum(dense):,} elements of small tensors. Give attach another exclude=, such as "
-            "() for none": sparse and sum(dense) > selected,
-        }
-        for text in (text for text, holds in warnings.items() if holds):
-            sys.stderr.write(f"oktopk: WARNING: {text}\n")
+    def _when(self) -> str:
+        steps = self._engine.config.dense_steps
+        return f"{count(steps, 'dense step')}, then sparse" if steps else "sparse from the first step"
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
@@ -352,37 +187,6 @@ class Attached:
             if taken.is_last:
                 self._worker.jobs.put(self._engine.flush_records)
         return self._done.then(partial(_outcome, taken, in_backward))
-
-    def check_parameters(self, theirs: Mapping[str, int]) -> None:
-        """Refuse a state whose parameters, given by name and length, are not this model's."""
-        ours = {name: parameter.numel() for name, parameter in self._engine.parameters.items()}
-        if theirs != ours:
-            missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-            resized = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
-            raise StateError(
-                f"the state dict is of another model: missing {missing}, unknown {extra}, of another size {resized}"
-            )
-
-
-class WorkerThread(threading.Thread):
-    """Runs the `jobs` that are put into its queue, until `stop`. A job deals with its own errors."""
-
-    def __init__(self) -> None:
-        super().__init__(name="oktopk exchange", daemon=True)
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        """Run the jobs."""
-        while (job := self.jobs.get()) is not None:
-            job()
-            del job  # or the last job, and all it refers to, would live until the next one comes
-
-    def stop(self, timeout: float) -> None:
-        """Join the thread, after the jobs that are waiting."""
-        self.jobs.put(None)
-        if threading.current_thread() is not self:
-            self.join(timeout)
 
 
 def _parameters_of(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -450,47 +254,3 @@ def _lower_momentum(engine: Engine, optimizers: Sequence[Optimizer] | None) -> C
     if optimizers is None:
         return warn_of_momentum(engine.parameters.values(), engine.was_sparse, speaks)
     return SparseMomentum(optimizers, engine.config.sparse_momentum, engine.was_sparse, speaks).close
-
-
-def _shut_down(
-    owner: int,
-    leave_optimizers: Callable[[], None],
-    worker: WorkerThread,
-    engine: Engine,
-    group: dist.ProcessGroup,
-    own: bool,
-    timeout: float,
-) -> None:
-    """End what an attachment started, in the process that did: a forked child has none of its threads."""
-    if os.getpid() != owner:
-        return
-    leave_optimizers()
-    worker.stop(timeout)
-    engine.close()
-    if own and dist.is_initialized():
-        with suppress(ValueError):  # it ended with the world it was in, and this is another
-            dist.destroy_process_group(group)
-
-
-def _number_of(name: str, value: Any) -> float | None:
-    """Return a figure of a script as a float; None if it is not finite, because JSON has no NaN."""
-    try:
-        number = float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise SettingError(f"log wants a number for {name}, or a tensor of one element; this is {came}") from None
-    return number if math.isfinite(number) else None
-
-
-def _rules_of(
-    exclude: Exclusion | Iterable[Exclusion] | None, model: DistributedDataParallel, algorithm: Algorithm
-) -> tuple[Exclusion, ...]:
-    if exclude is not None:
-        return rules_of(exclude)
-    density = algorithm.density if algorithm.has_density else 1.0
-    chosen = frozenset(smallest(_parameters_of(model), density))  # a later density leaves it as it is
-    return (lambda name, _: name in chosen,)
-
-
-def _algorithm_of(algorithm: Algorithm | str) -> Algorithm:
-    return as_algorithm(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm)

@@ -14,52 +14,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.ddp.attach import VERSION, Attached
+from oktopk.ddp.handle import VERSION, Handle
 from oktopk.errors import StateError
 
 SHARED = ("version", "size", "step")
+ESCAPED = "%2F"
+"""A slash in the name of a parameter, because a slash divides the names of branches."""
 
 
-def save_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
+def save_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
     """Write every rank's residuals and algorithm state into the directory `path`. All ranks call this alike."""
     from torch.distributed.checkpoint.state_dict_saver import save  # here, since it takes 0.7 s to import
 
-    state = attached.state_dict()
-    own = {"residual": state["residual"], "groups": dict(enumerate(state["groups"]))}
+    state = handle.state_dict()
+    own = {key: state[key] for key in ("residual", *handle.MORE)} | {"groups": dict(enumerate(state["groups"]))}
     mine = dict(_flatten(own, f"rank{state['rank']}."))
     shared = {key: torch.tensor(state[key]) for key in SHARED}
-    save({**mine, **shared}, checkpoint_id=path, process_group=attached.group)
+    save({**mine, **shared}, checkpoint_id=path, process_group=handle.group)
 
 
-def load_distributed(path: str | os.PathLike[str], attached: Attached) -> None:
+def load_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
     """Go on from what `save_distributed` wrote, whatever the number of ranks was. All ranks call this alike."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     contents: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     if "version" not in contents or "size" not in contents:
         raise StateError(f"{path} has no residuals saved by save_distributed")
-    shared = _load(path, contents, {key: key for key in SHARED}, attached)
+    shared = _load(path, contents, {key: key for key in SHARED}, handle)
     if int(shared["version"]) != VERSION:
         raise StateError(f"wanted a checkpoint of version {VERSION}, not of version {int(shared['version'])}")
     size, step = int(shared["size"]), int(shared["step"])
-    attached.check_parameters({name: contents[key].size.numel() for key, name in _below("rank0.residual/", contents)})
-    if size == attached.size:
-        own = _load(path, contents, dict(_below(f"rank{attached.rank}.", contents)), attached)
-        groups = _nest({name: own[key] for key, name in _below("groups/", own)})
-        attached.load_residual({name: own[key] for key, name in _below("residual/", own)}, step)
-        attached.load_groups([groups[number] for number in sorted(groups, key=int)])
+    handle.check_kind({name.split("/")[0] for _, name in _below("rank0.", contents)})
+    sizes = {name: contents[key].size.numel() for key, name in _below("rank0.residual/", contents)}
+    handle.check_parameters(_nest(sizes))
+    is_same = size == handle.size
+    own = _state_of(path, contents, handle.rank if is_same else 0, handle)
+    if is_same:
+        handle.load_residual(own["residual"], step)
+        handle.load_groups([own["groups"][number] for number in sorted(own["groups"], key=int)])
     else:
-        attached.load_residual(_mean_over_ranks(path, contents, size, attached), step)
+        handle.load_residual(_mean_over_ranks(path, contents, size, handle), step)
+    handle.load_rest(own, is_same)
 
 
-def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, attached: Attached) -> dict[str, Tensor]:
-    """Return the mean of all ranks' residuals, one old rank at a time."""
+def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, handle: Handle) -> dict[str, Tensor]:
+    """Return the mean of the gradients that the ranks owe to all, one old rank at a time."""
     total: dict[str, Tensor] = {}
     for rank in range(size):
-        names = dict(_below(f"rank{rank}.residual/", contents))
-        for name, tensor in _load(path, contents, names, attached).items():
+        for name, tensor in handle.owed(_state_of(path, contents, rank, handle)).items():
             total[name] = total[name] + tensor / size if name in total else tensor / size
     return total
+
+
+def _state_of(path: Any, contents: Mapping[str, Any], rank: int, handle: Handle) -> dict[str, Any]:
+    """Return the entries of the state dict that a rank saved."""
+    none: dict[str, Any] = {key: {} for key in handle.MORE}  # an empty tree has no leaf to save
+    return none | _nest(_load(path, contents, dict(_below(f"rank{rank}.", contents)), handle))
 
 
 def _below(prefix: str, contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -67,12 +77,12 @@ def _below(prefix: str, contents: Mapping[str, Any]) -> Iterator[tuple[str, str]
     return ((key, key.removeprefix(prefix)) for key in contents if key.startswith(prefix))
 
 
-def _load(path: Any, contents: Mapping[str, Any], names: Mapping[str, str], attached: Attached) -> dict[str, Tensor]:
+def _load(path: Any, contents: Mapping[str, Any], names: Mapping[str, str], handle: Handle) -> dict[str, Tensor]:
     """Return the tensors of some keys, by the name that is given for each."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     wanted = {key: torch.empty(contents[key].size, dtype=contents[key].properties.dtype) for key in names}
-    load(wanted, checkpoint_id=path, process_group=attached.group)
+    load(wanted, checkpoint_id=path, process_group=handle.group)
     return {names[key]: tensor for key, tensor in wanted.items()}
 
 
@@ -80,16 +90,23 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Tensor
     """Yield ("a/b", tensor) for every leaf that is not None."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}/")
+            yield from _flatten(value, f"{prefix}{_escape(key)}/")
         elif value is not None:  # a float becomes float64, as Python's are: torch's default would round it
-            yield f"{prefix}{key}", torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            yield (
+                f"{prefix}{_escape(key)}",
+                torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None),
+            )
 
 
-def _nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+def _escape(key: Any) -> str:
+    return str(key).replace("/", ESCAPED)
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree that `_flatten` took apart."""
     tree: dict[str, Any] = {}
     for path, tensor in flat.items():
-        *branches, leaf = path.split("/")
+        *branches, leaf = (part.replace(ESCAPED, "/") for part in path.split("/"))
         node = tree
         for branch in branches:
             node = node.setdefault(branch, {})

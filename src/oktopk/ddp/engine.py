@@ -261,7 +261,11 @@ class Engine:
             filling=0.0 if scaler is None else math.nan,
         )
         self._steps.begin(context)
-        self._buckets, self._arrived, self._waiting = [], {}, list(self.groups)
+        self._buckets, self._arrived, self._waiting = [], {}, self._groups_of_step()
+
+    def _groups_of_step(self) -> list[ParamGroup]:
+        """Return the groups whose gradients a step brings."""
+        return list(self.groups)
 
     def _loss_scale(self, scaler: Any, on_device: bool) -> float | Tensor:
         """Return the scale of the scaler of this backward pass; say once if `attach` was not given it."""
@@ -354,19 +358,22 @@ class Engine:
 
     def agree(self) -> None:
         """Make sure that all ranks are about to do the same."""
+        every = gather_settings(self._shared(), self.comm, self.groups[0].device)
+        self.comm.pop()
+        check_same(every)
+        self._agreed = True
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the settings and the state that all ranks must share, by the names that an error gives them."""
         # By the group's dtype: under DDP's mixed_precision a parameter's own is another one while backward runs.
         dtypes = {name: group.dtype for group in self.groups for name in group.names}
-        mine = {
+        return {
             "the parameters": [f"{name} {tuple(p.shape)} {dtypes[name]}" for name, p in self.parameters.items()],
             **self.config.settings(),
             "the parameters that travel dense": [name for group in self.groups for name in group.dense_names],
             "the step": self.next_step,
             "the device path": self.on_device,
         }
-        every = gather_settings(mine, self.comm, self.groups[0].device)
-        self.comm.pop()
-        check_same(every)
-        self._agreed = True
 
     def _lay_out(self) -> None:
         dense = excluded(self.config.exclude, self.parameters)

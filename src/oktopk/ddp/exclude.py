@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from oktopk.algorithms import Algorithm
 from oktopk.errors import SettingError, hint
 
 Exclusion = str | Callable[[str, Tensor], bool]
@@ -32,6 +33,17 @@ def smallest(parameters: Mapping[str, Tensor], density: float) -> list[str]:
 def rules_of(exclude: Exclusion | Iterable[Exclusion]) -> tuple[Exclusion, ...]:
     """Return one exclusion, or several of any iterable, as a tuple."""
     return (exclude,) if isinstance(exclude, str) or callable(exclude) else tuple(exclude)
+
+
+def rules_for(
+    exclude: Exclusion | Iterable[Exclusion] | None, parameters: Mapping[str, Tensor], algorithm: Algorithm
+) -> tuple[Exclusion, ...]:
+    """Return the given exclusions; without any, one that chooses the smallest tensors for this algorithm's density."""
+    if exclude is not None:
+        return rules_of(exclude)
+    density = algorithm.density if algorithm.has_density else 1.0
+    chosen = frozenset(smallest(parameters, density))  # a later density leaves it as it is
+    return (lambda name, _: name in chosen,)
 
 
 def excluded(rules: Sequence[Exclusion], parameters: Mapping[str, Tensor]) -> set[str]:

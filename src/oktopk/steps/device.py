@@ -40,6 +40,7 @@ class DeviceSteps:
         self._made: dict[int, _CudaGroup] = {}  # by the id of the group
         self._started: list[tuple[_CudaGroup, Part]] = []
         self._words, self._graphs = torch.empty(0), Graphs()
+        self._stacks: dict[int, Tensor] = {}  # words by the number of groups: graphs write where they first did
         self._scales: Tensor | None = None
 
     def start(self, group: ParamGroup, grads: Sequence[Tensor], outs: Sequence[Tensor], context: StepContext) -> None:
@@ -131,9 +132,9 @@ class DeviceSteps:
         first = groups[0]
         if len(groups) == 1 and not first.step.dense_tail and first.scales is None and not filling:
             return first.step.words
-        if self._words.shape[:-1] == (len(groups),):
-            return self._words
-        return torch.stack([group.step.words for group in groups])
+        if len(groups) not in self._stacks:
+            self._stacks[len(groups)] = torch.stack([group.step.words for group in groups])
+        return self._stacks[len(groups)]
 
 
 class _CudaGroup:

@@ -198,14 +198,17 @@ class WaitSample:
 
 
 def make_groups(
-    parameters: Sequence[tuple[str, Tensor]], cap_bytes: int, dtype: torch.dtype | None = None
+    parameters: Sequence[tuple[str, Tensor]],
+    cap_bytes: float,
+    dtype: torch.dtype | None = None,
+    first_bytes: float = FIRST_GROUP_BYTES,
 ) -> list[ParamGroup]:
     """Return groups of about `cap_bytes` each, in the reverse order of the parameters, the order of backward.
 
-    Gradients are of `dtype`, or else of their parameter's.
+    Gradients are of `dtype`, or else of their parameter's. The first group has at most about `first_bytes`.
     """
     groups, open_groups = list[ParamGroup](), dict[tuple[torch.dtype, torch.device], list[ParamSlot]]()
-    limit = min(FIRST_GROUP_BYTES, cap_bytes)
+    limit = min(first_bytes, cap_bytes)
     for name, parameter in reversed(parameters):
         kind = (dtype or parameter.dtype, parameter.device)
         slots = open_groups.setdefault(kind, [])
