@@ -83,6 +83,7 @@ def test_a_run_from_the_command_line(tmp_path, speech):
     assert "going on from" in succeed(longer.replace("steps 8", "steps 6"))
     assert json.loads((run / "summary.json").read_text())["steps"] == 6
     assert RunDir.open(run).load_config().max_steps == 6
+    assert "the state of sgd" in refused(f"--resume {run} --set optimizer=adamw")
 
 
 def test_a_wrong_setting_is_named_with_what_was_meant():
