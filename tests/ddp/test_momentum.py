@@ -34,7 +34,7 @@ def updates(make, phases, stop=None, most=None):
 
     def fresh():
         optimizer = make([weight])
-        return optimizer, SparseMomentum([optimizer], most, lambda: phase == "sparse", speaks=False)
+        return optimizer, SparseMomentum([optimizer], most, lambda _: phase == "sparse", speaks=False)
 
     optimizer, lowered = fresh()
     for step, phase in enumerate(phases):  # noqa: B007
@@ -70,7 +70,7 @@ def test_buffers_that_sgd_left_alone_are_forgotten():
 
 def test_a_step_that_raises_costs_the_user_no_setting():
     optimizer = KINDS["sgd"]([nn.Parameter(torch.zeros(3))])
-    lowered = SparseMomentum([optimizer], None, partial(bool, True), speaks=False)
+    lowered = SparseMomentum([optimizer], None, lambda _: True, speaks=False)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     optimizer.step()
@@ -99,7 +99,7 @@ def test_schedulers_see_the_users_values_and_rule_them(kind, schedule):
     for sparse in (False, True):
         weight = nn.Parameter(torch.zeros(3))
         optimizer = KINDS[kind]([weight])
-        lowered = SparseMomentum([optimizer], None, partial(bool, sparse), speaks=False)
+        lowered = SparseMomentum([optimizer], None, lambda _, sparse=sparse: sparse, speaks=False)
         scheduler, shown = schedule(optimizer), []
         for _ in range(STEPS):
             weight.grad = torch.ones(3)
@@ -144,13 +144,17 @@ class Session:
     def note(self, groups):
         self.momenta.append({float(group["betas"][0] if "betas" in group else group["momentum"]) for group in groups})
 
-    def train(self, first, end):
+    def train(self, first, end, by_closure=False):
         for step in range(first, end):
-            loss_of(self.model, self.attached.rank, step).backward()
+            backward = loss_of(self.model, self.attached.rank, step).backward
             with redirect_stderr(self.said):
-                for optimizer in self.optimizers:
+                if by_closure:
+                    self.optimizers[0].step(backward)
+                else:
+                    backward()
+                for optimizer in self.optimizers[by_closure:]:
                     optimizer.step()
-                    optimizer.zero_grad()
+            self.model.zero_grad()
         return self
 
     def parts(self):
@@ -163,6 +167,9 @@ def test_the_switch_is_told_once_and_a_stop_anywhere_around_it_changes_no_bit(ki
     whole = Session(MAKERS[kind]).train(0, STEPS)
     low = 0.5 if kind == "sgd" else 0.7
     assert whole.momenta == [{0.9}] * DENSE_STEPS + [{low}] * (STEPS - DENSE_STEPS)
+    by_closure = Session(MAKERS[kind]).train(0, STEPS, by_closure=True)  # as Lightning does
+    assert by_closure.momenta == whole.momenta
+    assert same_bits(weights_of(by_closure.model.module), weights_of(whole.model.module))
     told = whole.said.getvalue()
     assert told.count("in sparse steps: momentum") == (whole.attached.rank == 0)
     assert ("Muon keeps its momentum" in told) == (kind == "muon" and whole.attached.rank == 0)

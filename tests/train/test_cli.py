@@ -48,6 +48,18 @@ def test_dry_run_says_what_would_be_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_plan_of_a_gpt(tmp_path):
+    """A net without a recipe has its own, and a folder that is named has text for it."""
+    for words in ("--recipe gpt-tiny", "--dnn gpt-tiny"):
+        output = " ".join(succeed(f"{words} --dry-run --runs", tmp_path / "runs").replace("│", " ").split())
+        assert "gpt-tiny, 426,624 parameters" in output
+        assert "1,280 windows to train on, 512 to validate with" in output
+        assert "400 in 10 epochs of 40: 80 dense, 320 sparse" in output
+        assert "adamw, lr 0.004, falling to 0; momentum 0.9, in sparse steps 0.7 at 1 x lr" in output
+    assert "text_train.bin: oktopk data text" in refused("--recipe gpt-tiny --dry-run --data-dir", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_their_command_and_the_list_of_settings(speech):
     """The command that users of the research code know, word for word."""
     theirs = "--dnn lstman4 --dataset an4 --max-epochs 1 --batch-size 8 --lr 0.001 --compressor oktopk --density 0.02"
@@ -68,9 +80,10 @@ def test_a_run_from_the_command_line(tmp_path, speech):
     for name in ("config.json", "versions.json", "metrics.jsonl", "logs/rank0.log", "tensorboard", "checkpoints/last"):
         assert (run / name).exists()
     (longer,) = re.findall(r"oktopk train (--resume .* --max-steps 8) ", output)
-    assert "going on from" in succeed(longer.replace("8", "6"))
+    assert "going on from" in succeed(longer.replace("steps 8", "steps 6"))
     assert json.loads((run / "summary.json").read_text())["steps"] == 6
     assert RunDir.open(run).load_config().max_steps == 6
+    assert "the state of sgd" in refused(f"--resume {run} --set optimizer=adamw")
 
 
 def test_a_wrong_setting_is_named_with_what_was_meant():

@@ -252,5 +252,5 @@ def _lower_momentum(engine: Engine, optimizers: Sequence[Optimizer] | None) -> C
     """Lower the momentum of these optimizers in sparse steps, or warn of it; return the way back."""
     speaks = not engine.comm.rank
     if optimizers is None:
-        return warn_of_momentum(engine.parameters.values(), engine.was_sparse, speaks)
-    return SparseMomentum(optimizers, engine.config.sparse_momentum, engine.was_sparse, speaks).close
+        return warn_of_momentum(engine.parameters.values(), engine.is_sparse, speaks)
+    return SparseMomentum(optimizers, engine.config.sparse_momentum, engine.is_sparse, speaks).close

@@ -193,9 +193,9 @@ class Engine:
         context = StepContext(self.next_step, self.config.algorithm_at(self.next_step))
         return all(group.is_plain_allreduce(context) and group.device.type == "cpu" for group in self.groups)
 
-    def was_sparse(self) -> bool:
-        """Return whether the latest step, whose means an optimizer is about to use, was sparse."""
-        algorithm = self.config.algorithm_at(self.next_step - 1)
+    def is_sparse(self, coming: bool) -> bool:
+        """Return whether the latest step, whose means an optimizer has at hand, was sparse; or if the next will be."""
+        algorithm = self.config.algorithm_at(self.next_step if coming else self.next_step - 1)
         return algorithm is not None and not isinstance(algorithm, Dense)
 
     @property

@@ -11,7 +11,7 @@ updates have one size. The param group remembers for which momentum: it is saved
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ KEY = "oktopk_momentum"
 """Key of a param group: the momentum that its buffers are scaled for, while that is not the group's own."""
 
 Group = dict[str, Any]
-IsSparse = Callable[[], bool]
+IsSparse = Callable[[bool], bool]
+"""Whether the latest step was sparse; given True, whether the next one will be."""
 
 
 class Rates(NamedTuple):
@@ -78,7 +79,7 @@ def kind_of(optimizer: Optimizer) -> Kind | None:
 
 
 class SparseMomentum:
-    """Lowers the momentum of some optimizers while `is_sparse()`, until `close`."""
+    """Lowers the momentum of some optimizers in the steps that are sparse, until `close`."""
 
     def __init__(self, optimizers: Iterable[Optimizer], most: float | None, is_sparse: IsSparse, speaks: bool) -> None:
         self._most, self._is_sparse, self._speaks = most, is_sparse, speaks
@@ -96,9 +97,10 @@ class SparseMomentum:
             )
         ]
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._after_step()  # a step that raised has left its settings
-        self._change(optimizer, self._is_sparse())
+        closure = next(iter(args[1:]), kwargs.get("closure"))
+        self._change(optimizer, self._is_sparse(closure is not None))  # a closure is about to call backward()
 
     def _change(self, optimizer: Optimizer, sparse: bool) -> None:
         kind, said = self._optimizers[optimizer], ""
@@ -170,7 +172,7 @@ def warn_of_momentum(parameters: Iterable[Tensor], is_sparse: IsSparse, speaks: 
 
     def look(optimizer: Optimizer, *_: Any) -> None:
         kind = kind_of(optimizer)
-        if not is_sparse() or kind is None:
+        if not is_sparse(False) or kind is None:
             return
         if id(optimizer) in seen:  # it steps again: all have stepped once
             handle.remove()

@@ -181,7 +181,12 @@ def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
     folder = path if is_checkpoint else checkpoint.find_last(run)
     if folder is None:
         raise SettingError(f"{path} has no checkpoint to go on from: start the run again")
-    config = make_config({**vars(run.load_config()), **given})
+    before = run.load_config()
+    config = make_config({**vars(before), **given})
+    if config.optimizer != before.optimizer:
+        raise SettingError(
+            f"the checkpoint has the state of {before.optimizer}: leave optimizer={config.optimizer} out"
+        )
     return Job(config, run.path, is_new=False, resume=folder), checkpoint.num_workers(folder)
 
 

@@ -40,6 +40,20 @@ def test_synth_makes_and_then_keeps(tmp_path, monkeypatch):
     assert "256 + 32 utterances" in call(*arguments, 256).stdout
 
 
+def test_text_is_gathered_and_needs_force_to_replace(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("x" * 100)
+    arguments = ("text", *(tmp_path / f"{i}.txt" for i in range(3)), "--out", tmp_path / "out")
+    done = call(*arguments)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"200 bytes to train on, 100 to validate with, of 3 files, in {tmp_path / 'out'}\n")
+    assert f"oktopk train --recipe gpt-tiny --data-dir {tmp_path / 'out'}" in done.stdout
+    assert "--force" in refused(*arguments)
+    assert call(*arguments, "--force").exit_code == 0
+    assert "nowhere" in refused("text", tmp_path / "nowhere", "--out", tmp_path / "other")
+    assert "0.txt" in refused(*arguments[:-1], tmp_path / "0.txt")
+
+
 def test_an_error_is_one_line_without_a_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(synth, "ENGINE", "no_such_package")
     (tmp_path / "file").touch()
