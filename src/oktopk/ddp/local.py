@@ -181,8 +181,8 @@ class LocalSteps(Handle):
     def _begin(self, place: int) -> None:
         """Hand the movement of a fragment to the worker thread."""
         groups = self._local_engine.fragments[place]
-        moved = [torch.cat([self._moved(name) for name in group.names]) for group in groups]
-        if not self._is_finite_on_all(moved):
+        moved = [self._moved(group) for group in groups]
+        if self._inner is not None and not self._is_finite_on_all(moved):
             moved[0][0] = math.nan  # the ranks of a worker are refused together
         flight = self._flight = _Flight(place, [name for group in groups for name in group.names], moved)
         if self.config.delay:
@@ -229,9 +229,10 @@ class LocalSteps(Handle):
 
     def _move(self, flight: _Flight) -> None:
         """Move the agreed point by the delivered mean, and the weights with it."""
-        means = torch.split(torch.cat(flight.delivered), [self._agreed[name].numel() for name in flight.names])
-        for name, mean in zip(flight.names, means, strict=True):
-            self._agreed[name].grad = mean.view_as(self._agreed[name])
+        for group, means in zip(self._local_engine.fragments[flight.place], flight.delivered, strict=True):
+            parts = torch.split(means, [self._agreed[name].numel() for name in group.names])
+            for name, mean in zip(group.names, parts, strict=True):
+                self._agreed[name].grad = mean.view_as(self._agreed[name])
         self._outer.step()
         for name in flight.names:
             self._agreed[name].grad = None
@@ -241,9 +242,14 @@ class LocalSteps(Handle):
             if self.config.feedback_decay != 1:
                 group.residual.held.mul_(self.config.feedback_decay)
 
-    def _moved(self, name: str) -> Tensor:
-        """Return how far a weight moved since it was the agreed point, flat."""
-        return _movement(self._agreed[name], self._weight(name))
+    def _moved(self, group: ParamGroup) -> Tensor:
+        """Return how far the weights of a group moved since they were the agreed point, as one vector."""
+        moved = torch.empty(group.numel, dtype=group.dtype, device=group.device)
+        parts = torch.split(moved, [self._agreed[name].numel() for name in group.names])
+        for name, part in zip(group.names, parts, strict=True):
+            start, now = self._agreed[name], self._weight(name)
+            torch.sub(_wide(start.to(now.dtype)), _wide(now), out=part.view_as(start))
+        return moved
 
     def _weight(self, name: str) -> Tensor:
         return _local(self._parameters[name])
@@ -269,9 +275,8 @@ class LocalSteps(Handle):
     def _is_finite_on_all(self, moved: Sequence[Tensor]) -> bool:
         """Whether all ranks of this worker have a finite movement."""
         is_finite = torch.stack([each.isfinite().all() for each in moved]).all().int()
-        if self._inner is not None:
-            dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._inner)
-        return self._inner is None or bool(is_finite)
+        dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._inner)
+        return bool(is_finite)
 
     def _share(self, flight: _Flight) -> None:
         """Hand the weights that a rank of a DDP worker moved to its other ranks."""
