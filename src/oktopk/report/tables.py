@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.telemetry.figures import finite, quotient, summary_of, total, whole_total
+from oktopk.telemetry.figures import finite, middle, quotient, summary_of, total, whole_total
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.run import COMMUNICATION, Floats, Run
 from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue, mean
@@ -96,13 +96,15 @@ def _phases(run: Run) -> Table:
         delivered, all_sent = made & ~run.is_skipped, run.column("sent_bytes")[made]
         means = [mean(run.column(name)[delivered]) for name in ("sparsity", "compression_ratio")]
         of_k = quotient(total(run.column("selected")[delivered]), total(run.column("wanted")[delivered]))
-        sent, dense, seconds = mean(all_sent), mean(run.dense_bytes[made]), mean(run.step_seconds[made])
+        sent, dense, seconds = mean(all_sent), mean(run.dense_bytes[made]), middle(run.step_seconds[made])
         counts = [int(made.sum()), int((made & run.is_skipped).sum())]
         rows.append([phase, *counts, *means, of_k, whole_total(all_sent), sent, quotient(sent, dense), seconds])
     columns = {"phase": "text", "steps": "count", "skipped": "count", **_figures("sparsity", "compression_ratio")}
     columns |= {"selected / k": "number", **_figures("sent_bytes"), "sent a step": "bytes"}
     columns |= {"of a dense step": "share", "seconds a step": "seconds"}
-    about = "Sparsity and ratio are means over steps that delivered something; bytes and seconds are rank 0's."
+    about = (
+        "Sparsity and ratio are means over steps that delivered something; bytes and the median seconds are rank 0's."
+    )
     return Table("phases", "Dense and sparse steps", about, columns, rows, "Nominal figures (the literature's)")
 
 
@@ -247,8 +249,8 @@ def _cards(run: Run) -> list[Card]:
              f"{format_bytes(summary['sent_bytes'])} by rank 0; dense {dense}"),
         Card("compression ratio", summary["compression_ratio"], "times",
              none_sparse or f"sparsity {summary['sparsity'] or 0:.4g}, sparse steps"),
-        Card("dense step", per_step["dense"], "seconds", "mean, on rank 0"),
-        Card("sparse step", per_step["sparse"], "seconds", none_sparse or "mean, on rank 0"),
+        Card("dense step", per_step["dense"], "seconds", "median, on rank 0"),
+        Card("sparse step", per_step["sparse"], "seconds", none_sparse or "median, on rank 0"),
     ]  # fmt: skip
 
 

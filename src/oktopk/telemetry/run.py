@@ -31,14 +31,18 @@ LARGEST = 1e60
 """Largest number that counts as measured, because sums of such numbers stay finite."""
 
 HEADER_BYTES = HEADER_WORDS * WORD_BYTES
-ENDS = ("end", "failed")
+ENDS = {"end": "ended", "failed": "failed", "stopped": "stopped"}
+"""State of a run whose last record is this event."""
+
+SILENCE_S = 120.0
+"""Seconds without a record after which a run counts as killed, because a validation may take a minute."""
 
 
 def load_run(path: Path) -> Run:
     """Return the run of a folder or file, as far as its records are there."""
     reader = MetricsReader(metrics_of(path))
     run = Run(reader.new(), reader.name)
-    run.bad_lines, run.is_cut = reader.bad_lines, reader.is_cut
+    run.bad_lines, run.is_cut, run.silent_s = reader.bad_lines, reader.is_cut, reader.silent_s
     return run
 
 
@@ -72,6 +76,7 @@ class Run:
         self.messages: dict[tuple[str, str], Messages] = {}
         self.bad_lines: list[int] = []
         self.is_cut = False
+        self.silent_s = math.inf
         self.num_steps = 0
         self.num_ranks = 0
         self.writers: set[Any] = set()  # ranks whose headers are there
@@ -256,11 +261,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "ended", "failed", or "unfinished": running still, or killed."""
+        """ "ended", "failed", "stopped" by Ctrl-C, "running", or "unfinished": it was killed, or has no planned end."""
         if self.last_event in ENDS:
-            return "ended" if self.last_event == "end" else "failed"
+            return ENDS[self.last_event]
         planned = _number(self.header.get("steps"))
-        return "ended" if planned is not None and 0 < planned <= self.num_steps else "unfinished"
+        if planned is None:
+            return "unfinished"
+        return "ended" if 0 < planned <= self.num_steps else "running" if self.silent_s < SILENCE_S else "unfinished"
 
 
 def quotients(above: Floats, below: Floats) -> Floats:
