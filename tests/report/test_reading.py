@@ -49,7 +49,7 @@ def test_cut_off_anywhere_it_is_what_is_there(tmp_path: Path, kept: int) -> None
     assert report.run.num_steps == sum(record["kind"] == "step" for record in whole)
     assert ("ends amid a line" in banners(report)) == cut
     assert report.run.state == (
-        "ended" if report.run.num_steps == 6 else "running" if kept > len(FIRST) else "unfinished"
+        "ended" if report.run.num_steps == 6 else "running" if kept >= len(FIRST) - 1 else "unfinished"
     )
     assert bool(report.notes) == (cut or report.run.num_steps < 6)
 
