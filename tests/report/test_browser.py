@@ -189,7 +189,7 @@ def test_the_axis_is_chosen(browser: Any, pages: Path) -> None:
     seen.click("bytes-0", 'data-zoom="near"')
     seen.plot("bytes-0")
     top = seen.page.evaluate("document.querySelector('[data-chart=\"bytes-0\"] .plot').layout.yaxis.range[1]")
-    bounds = [4 * (6 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in steps_of(FIRST)[20:]]
+    bounds = [4 * (5 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in steps_of(FIRST)[20:]]
     assert top == pytest.approx(1.3 * max(bounds))
 
 

@@ -96,7 +96,7 @@ def test_an_earlier_version_lacks_what_it_lacks(tmp_path: Path) -> None:
     assert "has no phases of every rank and no message sizes: an earlier version" in banners(report)
     bytes_sent = {row[0]: row[1] for row in report.table("bytes").rows}
     assert bytes_sent["all that was sent"] == sum(step["sent_bytes"] for step in STEPS)
-    assert bytes_sent["the bound 6k(P-1)/P, sparse steps"] is None
+    assert bytes_sent["the bound 5k(P-1)/P, sparse steps"] is None
     assert report.table("messages").rows == report.table("regions").rows == []
     assert report.table("ranks").rows[1][3] is None
 

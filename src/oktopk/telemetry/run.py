@@ -34,6 +34,9 @@ HEADER_BYTES = HEADER_WORDS * WORD_BYTES
 ENDS = {"end": "ended", "failed": "failed", "stopped": "stopped"}
 """State of a run whose last record is this event."""
 
+BOUND_WORDS = {"oktopk": 5, "oktopkpaper": 6}
+"""Words of a bound by k(P-1)/P: `OkTopk` never sends more, `OkTopkPaper` rarely. The others have none of that form."""
+
 SILENCE_S = 120.0
 """Seconds without a record after which a run counts as killed, because a validation may take a minute."""
 
@@ -221,10 +224,15 @@ class Run:
         return np.floor(2 * WORD_BYTES * self.column("numel") * (size - 1) / size)
 
     @property
+    def bound_words(self) -> int | None:
+        """Words of the algorithm's bound by k(P-1)/P; None if it has none, or is not known."""
+        return BOUND_WORDS.get(str(self.header.get("config", {}).get("compressor")).lower().replace("_", ""))
+
+    @property
     def bound_bytes(self) -> Floats:
-        """The paper's bound on a sparse step: 6k(P-1)/P words, and 2(P-1)/P for each element that travels dense."""
+        """The bound of a sparse step with float32 values; elements that travel dense take 2(P-1)/P words each."""
         size, side = self.workers or math.nan, self.column("dense_tail_numel")
-        words = (6 * (self.column("wanted") - side) + 2 * side) * (size - 1) / size
+        words = ((self.bound_words or math.nan) * (self.column("wanted") - side) + 2 * side) * (size - 1) / size
         return np.where(self.is_sparse, WORD_BYTES * words, np.nan)
 
     def bytes_by_part(self) -> dict[str, Floats]:
