@@ -35,8 +35,8 @@ def test_a_progress_line_keeps_bar_count_and_the_runs_time_left(width, monkeypat
 
 SUMMARY = {
     "first_loss": 9.0, "train_loss": 9.0, "val_loss": 8.0, "wer": 1.0, "cer": 0.5, "best_wer": 1.0, "epochs": 1,
-    "bits_per_byte": None, "steps": 1, "sparse_steps": 0, "skipped_steps": 0, "sparsity": None, "compression_ratio": None,
-    "verdict": None, "sent_bytes": 4e6, "dense_bytes": 4e6, "sent_of_dense": 1.0,
+    "bits_per_byte": None, "steps": 1, "sparse_steps": 0, "skipped_steps": 0, "sparsity": None,
+    "compression_ratio": None, "verdict": None, "sent_bytes": 4e6, "dense_bytes": 4e6, "sent_of_dense": 1.0,
     "sent_bytes_per_step": {"dense": 4e6, "sparse": None},
     "seconds": {"data": 0.1, "compute": 1.0}, "seconds_per_step": {"dense": 0.15, "sparse": None},
 }  # fmt: skip
