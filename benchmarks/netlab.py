@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from oktopk.bench.machine import threads_for
 from oktopk.bench.netlab import DEVICE, LAST_WORDS, Lab, LabError
 from oktopk.errors import SettingError
 
@@ -54,7 +55,7 @@ def run(lab: Lab, argv: Sequence[str], timeout_s: float = 600.0) -> None:
             for rank, (host, log) in enumerate(zip(lab.hosts, logs, strict=True)):
                 with log.open("wb") as file:
                     output = None if rank == 0 else file
-                    command = ["ip", "netns", "exec", host.name, *argv]
+                    command = ["taskset", "-c", cores_of(rank, len(lab.hosts)), "ip", "netns", "exec", host.name, *argv]
                     ranks.append(subprocess.Popen(command, env=environment(lab, rank), stdout=output, stderr=output))
             wait(lab, ranks, logs, timeout_s)
         finally:
@@ -73,8 +74,14 @@ def environment(lab: Lab, rank: int) -> dict[str, str]:
         "MASTER_ADDR": lab.hosts[0].address,
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": DEVICE,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_for(len(lab.hosts)))),
     }
+
+
+def cores_of(rank: int, hosts: int) -> str:
+    """Return the cores of a host: its share of this machine's, or one that it shares if there are more hosts."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[rank::hosts] or [cores[rank % len(cores)]]))
 
 
 def wait(lab: Lab, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:

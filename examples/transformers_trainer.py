@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset
-from torch.utils.tensorboard import SummaryWriter
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -68,7 +67,11 @@ def make_trainer(folder: Path, steps: int, save: bool, logs: Path | None) -> Tra
         report_to="none",
         disable_tqdm=True,
     )
-    callbacks = [TensorBoardCallback(SummaryWriter(logs))] if logs else None
+    callbacks = None
+    if logs:
+        from torch.utils.tensorboard import SummaryWriter  # with --records alone: pip install tensorboard
+
+        callbacks = [TensorBoardCallback(SummaryWriter(logs))]
     return Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=Walks(), callbacks=callbacks)
 
 

@@ -5,6 +5,7 @@ imported.
 """
 
 import os
+import signal
 import sys
 
 import oktopk
@@ -58,6 +59,8 @@ def run(name: str, args: list[str]) -> None:
         from oktopk.doctor.__main__ import main as examine
 
         return examine(args)
+    if name == "worker":  # Ctrl-C amid the imports: the command that started it has the last word
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from oktopk.cli.root import load
 

@@ -5,6 +5,7 @@ leaves the residual as it was (steps on a GPU: see docs/gpu.md). A `MalformedErr
 the block, before anything of it is used; the others raise a `PeerError`.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -67,7 +68,7 @@ def within(kind: str, value: float, low: float, high: float = float("inf"), *, o
     """Return `value` if it lies in [low, high] (or in (low, high]), else raise a `SettingError`."""
     if isinstance(value, (int, float)) and value <= high and (value > low if open_low else value >= low):
         return value
-    upper = f" and at most {high:g}" if high != float("inf") else ""
+    upper = f" and at most {high:g}" if high < sys.float_info.max else ""
     raise SettingError(f"{kind} must be {'above' if open_low else 'at least'} {low:g}{upper}, not {value!r}")
 
 

@@ -1,8 +1,10 @@
 """`Reducer`: tensor in, tensor out, with its residual, its state and its record."""
 
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,13 +12,17 @@ from torch import Tensor
 
 from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
 from oktopk.algorithms.base import StepStats, describe
-from oktopk.comm import Comm, MeteredComm, Traffic
+from oktopk.comm import Comm, MeteredComm, Traffic, run_local
 from oktopk.comm.agree import check_same, gather_settings
 from oktopk.errors import InputError, MismatchError, PeerError, SettingError, StateError, one_of
+from oktopk.kernels import WORTH_COMPILING
 from oktopk.steps import READBACK_DELAY, MadeStep, ParamGroup, ParamSlot, StepContext, StepLog, Steps
 from oktopk.telemetry.schema import StepRecord
 
 VERSION = 3
+COMPILING_STEPS = 3
+"""Steps after which no further kernel is compiled: the third has a threshold of two steps before."""
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -234,3 +240,21 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor  # as a view of it would be, which takes torch several microseconds
     return tensor.detach().contiguous().view(-1)
+
+
+@cache
+def compile_kernels(algorithm: Algorithm, dtype: torch.dtype) -> float:
+    """Compile the CPU kernels of an algorithm, or load them from numba's cache; return the seconds that it took.
+
+    Two ranks as threads make some steps, because the types of the arguments choose the code to compile.
+    """
+    start = time.perf_counter()
+
+    def make_steps(comm: Comm) -> None:
+        reducer = Reducer(algorithm, comm)
+        for number in range(COMPILING_STEPS):
+            seeded = torch.Generator().manual_seed(2 * number + comm.rank)
+            reducer.all_reduce(torch.randn(WORTH_COMPILING, generator=seeded).to(dtype))
+
+    run_local(2, make_steps)
+    return time.perf_counter() - start

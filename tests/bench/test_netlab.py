@@ -155,12 +155,15 @@ def start(*command: str, delay_ms: float = 0.0) -> subprocess.Popen[str]:
 @needs_a_lab
 def test_the_command_sees_what_torchrun_would_tell_it_beside_another_laboratory() -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
-    show = f"import json, os; print(json.dumps({{n: os.environ[n] for n in {names}}}))"
+    cores = "len(os.sched_getaffinity(0))"
+    show = f"import json, os; print(json.dumps([{{n: os.environ[n] for n in {names}}}, {cores}]))"
     with Lab(1) as other:
         lab = start(sys.executable, "-c", show)
         output, errors = lab.communicate(timeout=SECONDS)
         assert other.hosts[0].name in namespaces(os.getpid())
-    assert json.loads(output) == dict(zip(names, ["0", "2", "0", "10.77.0.1", "29500", "eth0"], strict=True)), errors
+    told, num_cores = json.loads(output)
+    assert told == dict(zip(names, ["0", "2", "0", "10.77.0.1", "29500", "eth0"], strict=True)), errors
+    assert num_cores == max(1, -(-len(os.sched_getaffinity(0)) // 2)), "rank 0 of two hosts has its share"
     assert not namespaces(lab.pid)
 
 

@@ -12,6 +12,7 @@ import pytest
 from oktopk.bench import report
 from oktopk.bench.machine import provenance
 from oktopk.bench.summary import verdicts_of
+from oktopk.errors import SettingError
 
 ROWS = (("dense", None), ("bf16", None), ("oktopk", 0.01), ("oktopk", 0.05))
 
@@ -24,7 +25,7 @@ def row(method: str, density: float | None, seconds: float) -> dict[str, Any]:
         "seconds": {"median": seconds, "min": 0.9 * seconds, "max": 1.1 * seconds},
         "record_bytes": 8000.0,
         "parts_s": {"forward": 0.1, "backward": 0.2, "wait": 0.05, "select": 0.01},
-        "x_dense": {"median": 1.0 / seconds},
+        "x_dense": {"median": 1.0 / seconds, "low": 0.9 / seconds, "high": 1.1 / seconds},
         **dict.fromkeys(("sent_bytes", "x_bf16", "predicted_s", "error_percent")),
     }
 
@@ -63,8 +64,26 @@ def test_what_was_varied_is_plotted(folder: Path) -> None:
     for name in names:
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert ET.parse(folder / f"{name}.svg").getroot().tag.endswith("svg")
-    first = SETTINGS[0]
-    assert report.plots_of([{**first, "rows": first["rows"][:3]}]) == []
+
+
+def test_one_setting_has_bars_of_its_methods(tmp_path: Path) -> None:
+    (bars,) = report.plots_of([{**SETTINGS[0], "rows": SETTINGS[0]["rows"][:3]}])
+    assert bars.curves["bf16"] == pytest.approx([400.0, 360.0, 440.0])
+    svg = report.draw(bars, tmp_path)
+    assert all(name in svg for name in ("dense", "bf16", "oktopk 0.01", "100 Mbit/s", "fill: var(--blue)"))
+
+
+def test_plots_have_the_colours_of_the_page_so_that_they_follow_its_scheme(folder: Path) -> None:
+    page = (folder / report.PAGE).read_text()
+    assert "prefers-color-scheme: dark" in page
+    svgs = page[page.index("<svg") : page.rindex("</svg>")]
+    assert {"var(--ink)", "var(--blue)", "var(--orange)"} <= set(re.findall(r"var\(--\w+\)", svgs))
+    assert set(re.findall(r"(?:fill|stroke): #(\w+)", svgs)) <= {"b0b0b0"}  # of the grid, which is faint on both
+
+
+def test_earlier_results_are_not_overwritten(folder: Path) -> None:
+    with pytest.raises(SettingError, match="results of an earlier benchmark: name another folder"):
+        report.check_possible(folder)
 
 
 def test_curves_have_a_point_for_each_setting() -> None:

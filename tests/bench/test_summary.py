@@ -27,9 +27,15 @@ def test_a_round_is_its_slowest_ranks_and_ratios_are_taken_round_by_round() -> N
     assert dense["rounds_s"] == [9.0, 7.0, 10.0]
     assert dense["warm_up_s"] == [101.0] * WARM_UP
     assert oktopk["seconds"] == {"median": 3.0, "min": 2.0, "max": 4.0}
-    assert oktopk["x_dense"] == {"median": 3.0, "min": 2.5, "max": 3.5}  # 9/3, 7/2, 10/4: not 9/3 of the medians
+    assert oktopk["x_dense"] == {
+        "median": 3.0,
+        "min": 2.5,
+        "max": 3.5,
+        "low": 2.75,
+        "high": 3.25,
+    }  # 9/3, 7/2, 10/4: not 9/3 of the medians
     assert oktopk["x_bf16"]["median"] == pytest.approx(5 / 3)
-    assert bf16["x_bf16"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert bf16["x_bf16"] == dict.fromkeys(("median", "min", "max", "low", "high"), 1.0)
     assert (oktopk["sent_bytes"], oktopk["record_bytes"], oktopk["parts_s"]) == (30, 9, {"select": 1.0})
 
 
@@ -53,7 +59,8 @@ def test_the_crossing_lies_on_the_straight_line_between_logarithms(points: Any, 
 
 
 def setting(ranks: int, mbit: float | None, **ratios: float) -> dict[str, Any]:
-    rows = [{"name": name, "method": name, "x_dense": {"median": x}} for name, x in {"dense": 1, **ratios}.items()]
+    spreads = {name: {"median": x, "low": 0.9 * x, "high": 1.1 * x} for name, x in {"dense": 1, **ratios}.items()}
+    rows = [{"name": name, "method": name, "x_dense": spread} for name, spread in spreads.items()]
     return {"ranks": ranks, "mbit": mbit, "rows": rows}
 
 
@@ -68,16 +75,27 @@ def test_sentences_say_where_each_method_pays() -> None:
     assert oktopk["changes_at"] == [1000.0]
     assert topka["sentence"] == "topka, P = 4: stops paying between 10000 Mbit/s and an unlimited link"
     assert topka["changes_at"] == [None]
-    assert bf16["sentence"].startswith("bf16, P = 4: faster than dense wherever it was measured")
+    assert bf16["sentence"] == "bf16, P = 4: faster than dense at 100 Mbit/s, 10000 Mbit/s, an unlimited link"
     assert bf16["pays_at"] == [100.0, 10_000.0, None]
-    assert gtopk["sentence"].startswith("gtopk, P = 4: no faster than dense wherever")
+    assert gtopk["sentence"].startswith("gtopk, P = 4: slower than dense at 100")
+
+
+def test_what_the_spread_does_not_tell_is_no_verdict() -> None:
+    (alike,) = verdicts_of([setting(4, 100.0, topka=1.05)])
+    assert alike["sentence"] == "topka, P = 4: no faster or slower than dense beyond the spread at 100 Mbit/s"
+    assert alike["pays_at"] == alike["changes_at"] == []
+    (between,) = verdicts_of(
+        [setting(4, 100.0, topka=4), setting(4, 400.0, topka=1.05), setting(4, 1600.0, topka=0.25)]
+    )
+    alike_at = "no faster or slower than dense beyond the spread at 400 Mbit/s"
+    assert between["sentence"] == f"topka, P = 4: stops paying at about 400 Mbit/s; {alike_at}"
 
 
 def test_sentences_over_ranks_where_there_are_several() -> None:
     settings = [setting(2, 100.0, topka=4.0), setting(8, 100.0, topka=0.3)]
     assert [verdict["sentence"] for verdict in verdicts_of(settings)] == [
-        "topka, P = 2: faster than dense wherever it was measured (100 Mbit/s)",
-        "topka, P = 8: no faster than dense wherever it was measured (100 Mbit/s)",
+        "topka, P = 2: faster than dense at 100 Mbit/s",
+        "topka, P = 8: slower than dense at 100 Mbit/s",
         "topka, 100 Mbit/s: stops paying at about P = 4.2",
     ]
 

@@ -6,15 +6,18 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from oktopk.bench.report import write_report
 from oktopk.report.page import make_page
 from oktopk.report.report import make_report
 from oktopk.telemetry.run import Run, load_run
+from tests.bench.test_report import RESULT
 from tests.report.synthetic import SIDE, Record, make_event, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -137,6 +140,33 @@ _UNTITLED = """() => Array.from(document.querySelectorAll(".plot")).filter((plot
   .map((plot) => plot.ariaLabel)"""
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_on_either_page(browser: Any, pages: Path, tmp_path: Path, scheme: str) -> None:
+    axe = (files("axe_core_python") / "axe.min.js").read_text("utf-8")
+    write_report(RESULT, tmp_path)
+    for path in (pages / "one.html", pages / "both.html", tmp_path / "index.html"):
+        seen = opened(browser, path, scheme=scheme)
+        seen.page.add_script_tag(content=axe)
+        found = seen.page.evaluate("axe.run()")
+        assert len(found["passes"]) > 20
+        serious = [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
+        assert serious == [], path.name
+
+
+def test_the_benchmarks_page_fits_a_phone_and_follows_the_dark(browser: Any, tmp_path: Path) -> None:
+    write_report(RESULT, tmp_path)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    grounds = set()
+    for scheme in ("light", "dark"):
+        seen = opened(browser, tmp_path / "index.html", 390, scheme)
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert seen.requests == [(tmp_path / "index.html").as_uri()]
+        texts = "Array.from(document.querySelectorAll('svg text'), each => getComputedStyle(each).fill)"
+        grounds.add((seen.page.evaluate(ground), *set(seen.page.evaluate(texts))))
+    assert len(grounds) == 2, "ground and texts of the plots are others in the dark"
+    assert all(len(set(each)) == 2 for each in grounds), "one colour of texts, and not the ground's"
+
+
 def steps_of(records: list[Record]) -> list[Record]:
     return [record for record in records if record["kind"] == "step"]
 
@@ -189,7 +219,7 @@ def test_the_axis_is_chosen(browser: Any, pages: Path) -> None:
     seen.click("bytes-0", 'data-zoom="near"')
     seen.plot("bytes-0")
     top = seen.page.evaluate("document.querySelector('[data-chart=\"bytes-0\"] .plot').layout.yaxis.range[1]")
-    bounds = [4 * (6 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in steps_of(FIRST)[20:]]
+    bounds = [4 * (5 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in steps_of(FIRST)[20:]]
     assert top == pytest.approx(1.3 * max(bounds))
 
 

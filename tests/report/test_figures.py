@@ -85,7 +85,7 @@ def test_the_cards_and_dense_and_sparse_steps(report: RunReport) -> None:
             "selected / k": pytest.approx(total("selected", kept) / total("wanted", kept)),
             "sent a step": pytest.approx(sent / len(steps)),
             "of a dense step": pytest.approx(sent / len(steps) / DENSE_BYTES),
-            "seconds a step": pytest.approx(average([seconds_of(step) for step in steps])),
+            "seconds a step": pytest.approx(statistics.median(seconds_of(step) for step in steps)),
         }  # fmt: skip
 
 
@@ -105,8 +105,8 @@ def test_bytes_by_phase_of_the_algorithm(report: RunReport) -> None:
     assert sum(map(sum, parts.values())) == sent
     parts["all that was sent"] = [step["sent_bytes"] for step in STEPS]
     parts["if every step were dense"] = [DENSE_BYTES] * 30
-    bounds = [4 * (6 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in PHASES["sparse"]]
-    parts["the bound 6k(P-1)/P, sparse steps"] = [None] * 8 + bounds
+    bounds = [4 * (5 * (step["wanted"] - SIDE) + 2 * SIDE) * 2 / 3 for step in PHASES["sparse"]]
+    parts["the bound 5k(P-1)/P, sparse steps"] = [None] * 8 + bounds
     expected = {part: spread(values, sent) for part, values in parts.items()}
     assert {row[0]: row[1:] for row in report.table("bytes").rows} == expected
 
@@ -165,7 +165,7 @@ def test_regions_epochs_and_events(report: RunReport) -> None:
         before = STEPS[: epoch["step"]]
         figures = [epoch[name] for name in ("lr", "train_loss", "val_loss", "wer", "cer")]
         so_far = [pytest.approx(sum(map(seconds_of, before))), total("sent_bytes", before)]
-        assert row == [epoch["epoch"], epoch["step"], *so_far, *figures]
+        assert row == [epoch["epoch"] + 1, epoch["step"], *so_far, *figures]
     table = report.table("events").rows
     assert [(row[0], row[1]) for row in table] == [(8, "first-sparse"), (25, "density"), (30, "end")]
     k = STEPS[24]["wanted"] - SIDE
@@ -228,17 +228,17 @@ def test_several_runs_side_by_side_and_over_each_other() -> None:
     one, two = rows(table).values()
     steps, epochs = of_kind(SECOND, "step"), of_kind(SECOND, "epoch")
     assert two["sent"] == total("sent_bytes", steps)
-    assert two["x fewer bytes"] == pytest.approx(one["sent"] / two["sent"])
+    assert two["bytes, against the first"] == pytest.approx(one["sent"] / two["sent"])
     per_step = [sum(map(seconds_of, made)) / len(made) for made in (STEPS, steps)]
-    assert two["x faster"] == pytest.approx(per_step[0] / per_step[1])
+    assert two["speed, against the first"] == pytest.approx(per_step[0] / per_step[1])
     goal = max(min(epoch["wer"] for epoch in made) for made in (EPOCHS, epochs))
     assert common_goal(RUNS) == goal
     for row, made, all_steps in ((one, EPOCHS, STEPS), (two, epochs, steps)):
         before = all_steps[: next(epoch for epoch in made if epoch["wer"] <= goal)["step"]]
         assert row[f"seconds to WER {goal:.4g}"] == pytest.approx(sum(map(seconds_of, before)))
         assert row[f"bytes to WER {goal:.4g}"] == total("sent_bytes", before)
-    assert one["x fewer bytes"] == one["x faster"] == 1.0
-    for heading, better in (("sent", min), ("x faster", max), ("best WER", min)):
+    assert one["bytes, against the first"] == one["speed, against the first"] == 1.0
+    for heading, better in (("sent", min), ("speed, against the first", max), ("best WER", min)):
         column = list(table.columns).index(heading)
         best = better(row[column] for row in table.rows)
         marked = {row for row, place in table.best if place == column}

@@ -156,6 +156,12 @@ def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert invoked.exit_code == 0, invoked.output
     assert (tmp_path / "a" / "b.html").read_text().startswith("<!DOCTYPE html>")
     monkeypatch.chdir(tmp_path)
+    assert "wrote" in invoked.stderr
+    assert "replaced the report" in invoke("report", folder, "-o", str(tmp_path / "a" / "b.html")).stderr
+    (tmp_path / "mine.html").write_text("<p>mine")
+    refused = invoke("report", folder, "-o", str(tmp_path / "mine.html"))
+    assert (refused.exit_code, (tmp_path / "mine.html").read_text()) == (2, "<p>mine")
+    assert "is no report of oktopk: choose another name with -o" in refused.stderr
     assert invoke("report", f"{folder}/metrics.jsonl").exit_code == 0
     assert "<h1>run</h1>" in (tmp_path / "report.html").read_text()
     invoked = invoke("report", folder, folder, "--json")

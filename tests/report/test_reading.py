@@ -48,12 +48,14 @@ def test_cut_off_anywhere_it_is_what_is_there(tmp_path: Path, kept: int) -> None
     whole += [json.loads(last)] if last and not cut else []
     assert report.run.num_steps == sum(record["kind"] == "step" for record in whole)
     assert ("ends amid a line" in banners(report)) == cut
-    assert report.run.state == ("unfinished" if report.run.num_steps < 6 else "ended")
+    assert report.run.state == (
+        "ended" if report.run.num_steps == 6 else "running" if kept >= len(FIRST) - 1 else "unfinished"
+    )
     assert bool(report.notes) == (cut or report.run.num_steps < 6)
 
 
 FIRST, *REST = TEXT.splitlines(keepends=True)
-LEFT_OUT = "warning: Left out, since they are no records"
+LEFT_OUT = "warning: Left out, being no records"
 NOISE = random.Random(1).randbytes(2000)
 FAILED = make_event("failed", 0, "ended by a <b>flood</b>")
 LATER = [{**RECORDS[0], "version": 2}, {"kind": "wonder", "of": "the future"}, *RECORDS[1:]]
@@ -66,9 +68,10 @@ LATER = [{**RECORDS[0], "version": 2}, {"kind": "wonder", "of": "the future"}, *
     (NOISE + b"\n" + TEXT.encode(), 6, "ended", LEFT_OUT),
     ([*RECORDS[:-3], FAILED], 5, "failed", "error: The run failed after 5 of 6 steps: ended by a <b>flood</b>"),
     ([RECORDS[0], FAILED, *RECORDS[1:]], 6, "ended", ""),
-    ([RECORDS[0], FAILED, *RECORDS[1:4]], 3, "unfinished", "warning: The run is not over, or was stopped: 3 of 6"),
+    ([RECORDS[0], FAILED, *RECORDS[1:4]], 3, "running", "info: The run is still going on: 3 of 6 steps so far"),
+    ([*RECORDS[:4], make_event("stopped", 3, "")], 3, "stopped", "warning: The run was stopped by Ctrl-C after 3 of 6"),
     ([*RECORDS, *RECORDS], 12, "ended", "warning: Step numbers repeat"),
-    (make_run(steps=6, dense_steps=2, skipped=(3, 4)), 6, "ended", "warning: 2 steps were skipped"),
+    (make_run(steps=6, dense_steps=2, skipped=(3, 4)), 6, "ended", "warning: Skipped 2 steps"),
     (make_run(steps=6, dense_steps=6), 6, "ended", "info: No step was sparse: compression was not active"),
     (LATER, 6, "ended", "warning: The file is of version 2, this report knows version 1"),
 ])  # fmt: skip
@@ -93,7 +96,7 @@ def test_an_earlier_version_lacks_what_it_lacks(tmp_path: Path) -> None:
     assert "has no phases of every rank and no message sizes: an earlier version" in banners(report)
     bytes_sent = {row[0]: row[1] for row in report.table("bytes").rows}
     assert bytes_sent["all that was sent"] == sum(step["sent_bytes"] for step in STEPS)
-    assert bytes_sent["the bound 6k(P-1)/P, sparse steps"] is None
+    assert bytes_sent["the bound 5k(P-1)/P, sparse steps"] is None
     assert report.table("messages").rows == report.table("regions").rows == []
     assert report.table("ranks").rows[1][3] is None
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -35,7 +36,9 @@ def test_added_records_are_taken_and_a_resumed_run_is_read_anew(tmp_path: Path) 
     looking = looks(tmp_path)
     assert "no record yet" in told(next(looking))
     write_run(tmp_path, RECORDS[:5])
-    assert "step 4 of 12" in told(next(looking))
+    assert all(text in told(next(looking)) for text in ("step 4 of 12", ": running"))
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    assert all(text in told(next(looking)) for text in (": unfinished", "The run was killed"))
     rest = "".join(json.dumps(record) + "\n" for record in RECORDS[5:])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         for cut, steps in ((rest[:40], 4), (rest[40:2000], None), (rest[2000:], 12)):

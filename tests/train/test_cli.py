@@ -43,6 +43,8 @@ def test_dry_run_says_what_would_be_and_writes_nothing(tmp_path):
     assert "WARNING" not in output
     dense = succeed("--dry-run --compressor dense --nproc 2 --runs", tmp_path / "runs")
     assert "sparse" not in dense
+    cut = succeed("--dry-run --max-steps 12 --dense-steps 3 --nproc 2 --runs", tmp_path / "runs")
+    assert "12 of the 448 in 14 epochs of 32: 3 dense, 9 sparse" in cut
     assert "one worker has nobody to exchange" in succeed("--dry-run --nproc 1 --runs", tmp_path / "runs")
     assert "WARNING no step will be sparse" in succeed("--dry-run --max-epochs 1 --nproc 2 --runs", tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []

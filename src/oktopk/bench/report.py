@@ -2,26 +2,32 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from oktopk.bench.local import METHODS as LOCAL_METHODS
 from oktopk.bench.processes import Setting, link_name
-from oktopk.bench.summary import series_of
+from oktopk.bench.summary import series_of, side_of
 from oktopk.errors import SettingError
 
 JSON, CSV, PAGE = "results.json", "results.csv", "index.html"
 NEEDED = ("matplotlib", "jinja2")
 UNKNOWN = "n/a"
-COLUMNS = ("method", "ms: median (min..max)", "x dense", "x bf16", "MB sent", "MB by record")
+COLUMNS = ("method", "ms: median (min..max)", "than dense", "than bf16", "MB sent", "MB by record")
 LOCAL_COLUMNS = ("method", "computing", "s a step", "MB up a step", "MB down a step")
 PREDICTED = ("predicted ms", "error")
 PROBED = ("", "ms a call", "ns a word", "as Mbit/s", "computing, ns an element")
-SIZE_INCHES = (8, 5)
+SIZE_INCHES = (5.6, 4.4)
 DPI = 120
+CURVES = ("blue", "orange", "green", "purple", "red", "teal", "pink", "yellow")
+INKED = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+DASHES = ("-", "--", ":")
+"""Colours of the report's style sheet in turn, then the same with other dashes."""
 
 
 def check_possible(folder: Path) -> None:
@@ -29,6 +35,8 @@ def check_possible(folder: Path) -> None:
     for module in NEEDED:
         if find_spec(module) is None:
             raise SettingError(f"--out draws plots and writes a page with {module}: pip install 'oktopk[bench]'")
+    if (folder / JSON).exists():
+        raise SettingError(f"{folder} has the results of an earlier benchmark: name another folder with --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -50,9 +58,19 @@ def write_report(result: dict[str, Any], folder: Path) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    svgs = [draw(plot, folder) for plot in plots_of(result["settings"])]
-    page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True).get_template("page.html")
-    (folder / PAGE).write_text(page.render(result=result, tables=tables_of(result), svgs=svgs))
+    svgs = [(plot.title, draw(plot, folder)) for plot in plots_of(result["settings"])]
+    page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True, trim_blocks=True)
+    made = page.get_template("page.html").render(result=result, tables=tables_of(result), svgs=svgs, css=_css())
+    (folder / PAGE).write_text(made)
+
+
+def _css() -> str:
+    return (files("oktopk.report") / "page.css").read_text("utf-8")
+
+
+def _palette() -> dict[str, str]:
+    """Return the colours of the report's style sheet on a light page, by name."""
+    return dict(re.findall(r"--([\w-]+): (#\w{6})", _css().split("@media", 1)[0]))
 
 
 def _csv_row(setting: dict[str, Any], row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
@@ -107,13 +125,21 @@ def _cells(row: dict[str, Any]) -> list[str]:
     cells = [
         row["name"],
         f"{_ms(seconds['median'])} ({_ms(seconds['min'])}..{_ms(seconds['max'])})",
-        *(UNKNOWN if row[x] is None else f"{row[x]['median']:.2f}" for x in ("x_dense", "x_bf16")),
+        *(_speed(row[x]) for x in ("x_dense", "x_bf16")),
         *(UNKNOWN if row[by] is None else f"{row[by] / 1e6:.3f}" for by in ("sent_bytes", "record_bytes")),
     ]
     if "predicted_s" in row:
         error = row["error_percent"]
         cells += [_ms(row["predicted_s"]), UNKNOWN if error is None else f"{error:+.0f} %"]
     return cells
+
+
+def _speed(ratios: dict[str, float] | None) -> str:
+    """Return how much faster or slower a method is than a rival; "alike" where the rounds do not tell."""
+    if ratios is None:
+        return UNKNOWN
+    side, middle = side_of(ratios), ratios["median"]
+    return f"{middle:.3g}x faster" if side > 0 else f"{1 / middle:.3g}x slower" if side else "alike"
 
 
 def _probe_cells(probe: dict[str, Any]) -> list[list[str]]:
@@ -147,7 +173,10 @@ def _ms(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot: `curves` has the median ms of each method, at `places`; `labels` names places without a scale."""
+    """A plot: `curves` has the median ms of each method, at `places`; `labels` names places without a scale.
+
+    Without places it has bars: `curves` has median, min and max of each.
+    """
 
     name: str
     title: str
@@ -158,19 +187,38 @@ class Plot:
 
 
 def plots_of(settings: Sequence[dict[str, Any]]) -> list[Plot]:
-    """Return a plot over links, ranks and densities, wherever more than one was measured."""
-    return [*_over_networks(settings), *_over_densities(settings)]
+    """Return a plot over links, ranks and densities, wherever more than one was measured; else bars of the methods."""
+    return [*_over_networks(settings), *_over_densities(settings)] or [_bars(settings[0])]
+
+
+def _bars(setting: dict[str, Any]) -> Plot:
+    spans = {row["name"]: [1e3 * row["seconds"][key] for key in ("median", "min", "max")] for row in setting["rows"]}
+    where = Setting(setting["ranks"], setting["mbit"], setting["delay_ms"])
+    return Plot("methods", f"time by method, {where}", "ms: median, and from min to max", (), spans)
 
 
 def draw(plot: Plot, folder: Path) -> str:
-    """Write NAME.png and NAME.svg, and return the svg element."""
+    """Write NAME.png and NAME.svg, and return the svg element in the colours of the page, dark or light."""
     import matplotlib.figure
 
-    figure = matplotlib.figure.Figure(figsize=SIZE_INCHES, layout="constrained")
-    axes = figure.subplots()
-    colors = matplotlib.colormaps["tab10" if len(plot.curves) <= 10 else "tab20"]
+    palette = _palette()
+    style: dict[Any, Any] = dict.fromkeys(INKED, palette["ink"]) | {"svg.fonttype": "none", "svg.hashsalt": plot.name}
+    svg = folder / f"{plot.name}.svg"
+    with matplotlib.rc_context(style):
+        figure = matplotlib.figure.Figure(figsize=SIZE_INCHES, layout="constrained")
+        (_draw_curves if plot.places else _draw_bars)(figure.subplots(), plot, palette)
+        figure.savefig(folder / f"{plot.name}.png", dpi=DPI)
+        figure.savefig(svg, metadata={"Date": None}, transparent=True)
+    text = svg.read_text()
+    for name in ("ink", "soft", *CURVES):
+        text = text.replace(palette[name], f"var(--{name})")
+    return text[text.index("<svg") :]
+
+
+def _draw_curves(axes: Any, plot: Plot, palette: dict[str, str]) -> None:
     for i, (name, ms) in enumerate(plot.curves.items()):
-        axes.plot(plot.places, ms, marker="o", color=colors(i), label=name)
+        dashes = DASHES[i // len(CURVES) % len(DASHES)]
+        axes.plot(plot.places, ms, dashes, marker="o", color=palette[CURVES[i % len(CURVES)]], label=name)
     axes.set_yscale("log")
     if not plot.labels:
         axes.set_xscale("log")
@@ -178,13 +226,20 @@ def draw(plot: Plot, folder: Path) -> str:
     axes.set_xticks([], minor=True)
     axes.set(title=plot.title, xlabel=plot.axis, ylabel="ms, median")
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(folder / f"{plot.name}.png", dpi=DPI)
-    svg = folder / f"{plot.name}.svg"
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name}):
-        figure.savefig(svg, metadata={"Date": None})
-    text = svg.read_text()
-    return text[text.index("<svg") :]
+    axes.figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
+def _draw_bars(axes: Any, plot: Plot, palette: dict[str, str]) -> None:
+    medians, lows, highs = zip(*plot.curves.values(), strict=True)
+    spans = [
+        [m - low for m, low in zip(medians, lows, strict=True)],
+        [h - m for m, h in zip(medians, highs, strict=True)],
+    ]
+    axes.barh(range(len(medians)), medians, xerr=spans, color=palette["blue"], ecolor=palette["soft"], capsize=3)
+    axes.set_yticks(range(len(medians)), list(plot.curves))
+    axes.invert_yaxis()
+    axes.set(title=plot.title, xlabel=plot.axis)
+    axes.grid(visible=True, axis="x", alpha=0.3)
 
 
 def _over_networks(settings: Sequence[dict[str, Any]]) -> Iterator[Plot]:

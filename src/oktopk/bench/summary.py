@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from oktopk.bench.methods import BF16, DENSE, METHODS, Entry
@@ -25,8 +25,22 @@ def rows_of(entries: Sequence[Entry], ranks: Sequence[Sequence[Sequence[Sample]]
     for rival in (DENSE, BF16):
         theirs = next((row["rounds_s"] for row in rows if row["method"] == rival), None)
         for row in rows:
-            row[f"x_{rival}"] = theirs and spread([a / b for a, b in zip(theirs, row["rounds_s"], strict=True)])
+            row[f"x_{rival}"] = theirs and _ratios([a / b for a, b in zip(theirs, row["rounds_s"], strict=True)])
     return rows
+
+
+def _ratios(values: Sequence[float]) -> dict[str, float]:
+    """Return the spread of the ratios of all rounds, with their quartiles."""
+    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else (*values, *values, *values)
+    return {**spread(values), "low": low, "high": high}
+
+
+def side_of(ratios: dict[str, float]) -> int:
+    """Return 1 if a method is faster than its rival, -1 if it is slower, and 0 if the rounds do not tell.
+
+    Three quarters of the rounds must agree.
+    """
+    return (ratios["low"] > 1) - (ratios["high"] < 1)
 
 
 def _row(entry: Entry, several: bool, ranks: Sequence[Sequence[Sample]]) -> dict[str, Any]:
@@ -78,14 +92,19 @@ def verdicts_of(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _verdict(name: str, over: str, where: str, settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows = [(setting, row) for setting in settings for row in setting["rows"] if row["name"] == name]
+    sides = {float(setting[over] or math.inf): side_of(row["x_dense"]) for setting, row in rows}
     points = [(float(setting[over] or math.inf), row["x_dense"]["median"]) for setting, row in rows]
+    told = [(x, ratio) for x, ratio in points if sides[x]]
+    alike = ", ".join(_place(x, over) for x, side in sides.items() if not side)
+    says = [_sentence(told, over)] * bool(told)
+    says += [f"no faster or slower than dense beyond the spread at {alike}"] * bool(alike)
     return {
         "name": name,
         "over": over,
         "where": where,
-        "pays_at": [None if math.isinf(x) else x for x, ratio in points if ratio > 1],
-        "changes_at": [place for *_, place in crossings(points)],
-        "sentence": f"{name}, {where}: {_sentence(points, over)}",
+        "pays_at": [None if math.isinf(x) else x for x, side in sides.items() if side > 0],
+        "changes_at": [place for *_, place in crossings(told)],
+        "sentence": f"{name}, {where}: {'; '.join(says)}",
     }
 
 
@@ -111,7 +130,7 @@ def _sentence(points: list[tuple[float, float]], over: str) -> str:
     if parts:
         return ", ".join(parts)
     everywhere = ", ".join(_place(x, over) for x, _ in points)
-    return f"{'faster' if paying else 'no faster'} than dense wherever it was measured ({everywhere})"
+    return f"{'faster' if paying else 'slower'} than dense at {everywhere}"
 
 
 def _place(x: float, over: str) -> str:

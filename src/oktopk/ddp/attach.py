@@ -98,6 +98,7 @@ def attach(
         watch_scalers()
     attached = Attached(ddp_model, config, scaler, optimizers, sinks, group, timeout)
     register(ddp_model, attached)
+    attached.compile_kernels()
     attached.announce()
     attached._engine.log_settings(type(ddp_model.module).__name__)
     return attached

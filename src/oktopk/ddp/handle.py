@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from html import escape
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk.algorithms import Algorithm, as_algorithm, make_algorithm
+from oktopk.algorithms import ALGORITHMS, Algorithm, Dense, as_algorithm, make_algorithm
 from oktopk.ddp.engine import Engine
 from oktopk.ddp.exclude import Exclusion, rules_of
 from oktopk.errors import MismatchError, SettingError, StateError
-from oktopk.kernels import kernels_for
+from oktopk.kernels import NUMPY, kernels_for
+from oktopk.reducer import compile_kernels
 from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import StepRecord
 from oktopk.telemetry.summary import Summary
@@ -176,13 +177,12 @@ class Handle:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        dense, total = self._dense_numels, len(self._engine.parameters)
-        sparse, held = self._engine.numel - sum(dense), self._engine.groups[0].residual.held
+        numel, held = self._engine.numel, self._engine.groups[0].residual.held
+        where = f"{_short(self.algorithm)} on {count(self.size, 'rank')}"
+        if isinstance(self.algorithm, Dense):
+            return f"{where}: every step is dense"
         kernel = "gpu (triton), steps stay there" if self._engine.on_device else kernels_for(held).name
-        return (
-            f"{self.algorithm} on {count(self.size, 'rank')}; {self._when()}; {total - len(dense)} parameters "
-            f"({sparse:,} elements) sparse, {len(dense)} ({sum(dense):,}) dense; kernel: {kernel}"
-        )
+        return f"{where}: {self._when()} ({numel - sum(self._dense_numels):,} of {numel:,} elements); {kernel}"
 
     def _repr_html_(self) -> str:
         """Return settings and summary, for notebooks."""
@@ -193,6 +193,16 @@ class Handle:
         """Elements of the parameters that travel dense."""
         names = (name for group in self._engine.groups for name in group.dense_names)
         return [self._engine.parameters[name].numel() for name in names]
+
+    def compile_kernels(self) -> None:
+        """Compile the CPU kernels now, so that no step is timed with it; say so if it takes seconds."""
+        held = max((group.residual.held for group in self._engine.groups), key=Tensor.numel)
+        is_ours = type(self.algorithm) in ALGORITHMS.values() and not isinstance(self.algorithm, Dense)
+        if not is_ours or held.device.type != "cpu" or kernels_for(held) is NUMPY:
+            return
+        seconds = compile_kernels(self.algorithm, held.dtype)
+        if seconds > 1 and not self.rank:
+            sys.stderr.write(f"oktopk: made the CPU kernels ready in {seconds:.1f} s; the steps do not wait for them\n")
 
     def announce(self) -> None:
         """Print the active settings to stderr on rank 0."""
@@ -282,3 +292,13 @@ def _number_of(name: str, value: Any) -> float | None:
 def algorithm_of(algorithm: Algorithm | str) -> Algorithm:
     """Return the algorithm, or the one of that name."""
     return as_algorithm(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm)
+
+
+def _short(algorithm: Any) -> str:
+    """Return an algorithm with its density and the settings that are not its defaults."""
+    if not is_dataclass(algorithm):
+        return str(algorithm)
+    named = {each.name: getattr(algorithm, each.name) for each in fields(algorithm)}
+    defaults = {each.name: each.default for each in fields(algorithm) if each.name != "density"}
+    shown = ", ".join(f"{name}={value!r}" for name, value in named.items() if value != defaults.get(name))
+    return f"{type(algorithm).__name__}({shown})"

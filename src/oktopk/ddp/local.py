@@ -112,6 +112,7 @@ class LocalSteps(Handle):
         self._since = 0  # steps since the last exchange began
         self._flight: _Flight | None = None
         self._start_exchange(config, sinks, group, timeout)
+        self.compile_kernels()
         self.announce()
         self._engine.log_settings(type(module).__name__)
 

@@ -211,8 +211,9 @@ def _traffic(run: Run) -> list[Chart]:
     named = [name for name in order if name in parts] + [name for name in parts if name not in order]
     stack = [Series("side dense" if name == "dense_tail" else name, parts[name], name, "area") for name in named]
     dense = Series("dense would send", run.dense_bytes, "muted", "dash")
-    bound = Series("bound 6k(P-1)/P", run.bound_bytes, "red", "dash")
-    highest = float(np.nanmax(run.bound_bytes, initial=0.0))
+    bound = [Series(f"bound {run.bound_words}k(P-1)/P", run.bound_bytes, "red", "dash")] if run.bound_words else []
+    sparse = run.bound_bytes if bound else run.column("sent_bytes")[run.is_sparse]
+    highest = float(np.nanmax(sparse, initial=0.0))
     bins = [size.bit_length() for made in run.messages.values() for size in made.sizes]  # bin i ends below 2^i
     span = range(min(bins, default=0), max(bins, default=-1) + 1)
     messages = []
@@ -223,7 +224,7 @@ def _traffic(run: Run) -> list[Chart]:
         messages.append(Group({STEP: floats(span)}, [bars]))
     return [
         Chart("bytes", "Bytes of each step, by phase", "Sent by rank 0, measured; headers are apart from their blocks.",
-              "bytes a step (B)", [Group(_steps(run), stack), Group(_steps(run), [dense, bound])], kind="bytes",
+              "bytes a step (B)", [Group(_steps(run), stack), Group(_steps(run), [dense, *bound])], kind="bytes",
               wide=True, marks=_marks(run), zoom=1.3 * highest or None, definition="Words on the wire"),
         Chart("messages", "Message sizes", "Messages that rank 0 sent, by collective; a bar is a power of two.",
               "messages (count)", messages, log=True, wide=True, labels=[_bin_label(i) for i in span],

@@ -41,6 +41,7 @@ def report(
             out = Path(PAGE)
         if out is not None:
             page.check_possible()
+            page.check_replaceable(out)
         made = make_report(named_apart([load_run(path) for path in runs]))
         if csv is not None:
             Console(stderr=True).print(f"{write_csv(made, csv)} tables in {csv}", highlight=False)
@@ -50,8 +51,9 @@ def report(
             print_report(made, Console(soft_wrap=False))
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
+            done = f"replaced the report {out}" if out.exists() else f"wrote {out}"
             out.write_text(page.make_page(made), encoding="utf-8")
-            Console(stderr=True, soft_wrap=True).print(f"wrote {out}", highlight=False)
+            Console(stderr=True, soft_wrap=True).print(done, highlight=False)
 
 
 def watch(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its metrics.jsonl.")]) -> None:

@@ -6,6 +6,7 @@ import re
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from oktopk.report.report import SECTIONS, Report
 from oktopk.telemetry.format import format_value
 from oktopk.telemetry.run import Floats
 
+MADE_BY = '<meta name="generator" content="oktopk report">'
 NEEDED = ("jinja2", "plotly", "markdown_it")
 MOST_POINTS, FEWEST_POINTS = 1000, 40
 """Limits of the places of a group of curves, because more are narrower than a pixel and fewer show no curve."""
@@ -31,6 +33,12 @@ def check_possible() -> None:
     if missing:
         advice = "pip install 'oktopk[report]', or use --text, which works without it"
         raise SettingError(f"the page needs {missing}: {advice}")
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to write over a file that is no report."""
+    if path.exists() and (path.is_dir() or MADE_BY not in path.read_bytes()[:2000].decode(errors="replace")):
+        raise SettingError(f"{path} is there already, and is no report of oktopk: choose another name with -o")
 
 
 def make_page(report: Report) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from oktopk.report.charts import Chart, charts_of, comparison_charts
 from oktopk.report.tables import Card, Table, cards_of, comparison_table, step_table, tables_of
 from oktopk.telemetry.figures import summary_of, verdict_of
+from oktopk.telemetry.format import count
 from oktopk.telemetry.run import Run
 from oktopk.telemetry.schema import VERSION
 
@@ -119,11 +120,15 @@ def notes_of(run: Run) -> list[Note]:
 
 def _ending(run: Run) -> Iterator[Note]:
     planned = run.header.get("steps")
-    made = f"{run.num_steps:,} of {planned:,}" if isinstance(planned, int) else f"{run.num_steps:,}"
+    made = f"{run.num_steps:,} of {planned:,} steps" if isinstance(planned, int) else count(run.num_steps, "step")
     if run.state == "failed":
-        yield Note("error", f"The run failed after {made} steps: {run.events[-1]['message']}")
+        yield Note("error", f"The run failed after {made}: {run.events[-1]['message']}")
+    elif run.state == "stopped":
+        yield Note("warning", f"The run was stopped by Ctrl-C after {made}.")
+    elif run.state == "running":
+        yield Note("info", f"The run is still going on: {made} so far.")
     elif run.state == "unfinished" and run.header:
-        yield Note("warning", f"The run is not over, or was stopped: {made} steps are here.")
+        yield Note("warning", f"The run was killed, or its record was cut: it has {made}.")
 
 
 def _damage(run: Run) -> Iterator[Note]:
@@ -131,7 +136,7 @@ def _damage(run: Run) -> Iterator[Note]:
         yield Note("warning", "The file ends amid a line, which is left out: it is being written, or was cut off.")
     if run.bad_lines:
         lines = ", ".join(map(str, run.bad_lines[:SHOWN_LINES])) + ", ..." * (len(run.bad_lines) > SHOWN_LINES)
-        yield Note("warning", f"Left out, since they are no records: {len(run.bad_lines):,} lines ({lines}).")
+        yield Note("warning", f"Left out, being no records: {count(len(run.bad_lines), 'line')} ({lines}).")
     version = run.header.get("version", VERSION)
     if version != VERSION:
         versions = f"version {version!r}, this report knows version {VERSION}"
@@ -149,7 +154,8 @@ def _content(run: Run) -> Iterator[Note]:
     if run.num_steps and not run.is_sparse.any():
         yield Note("info", "No step was sparse: compression was not active.")
     if run.is_skipped.any():
-        yield Note("warning", f"{int(run.is_skipped.sum()):,} steps were skipped: a gradient was not finite.")
+        skipped = count(int(run.is_skipped.sum()), "step")
+        yield Note("warning", f"Skipped {skipped}, because a gradient was not finite.")
     if run.header.get("rank") is not None:
         yield Note("info", f"The file is of rank {run.header['rank']}: others write files of their own.")
         return

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.telemetry.figures import finite, quotient, summary_of, total, whole_total
+from oktopk.telemetry.figures import finite, middle, quotient, summary_of, total, whole_total
 from oktopk.telemetry.format import format_bytes, format_value
 from oktopk.telemetry.run import COMMUNICATION, Floats, Run
 from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue, mean
@@ -26,16 +26,18 @@ COLUMNS: Sequence[tuple[str, str, str, Callable[..., Any] | None]] = (
     ("val loss", "number", "val_loss", min),
     ("best WER", "number", "best_error", min),
     ("sent", "bytes", "sent_bytes", min),
-    ("x fewer bytes", "times", "sent_bytes", max),
+    ("bytes, against the first", "fewer", "sent_bytes", max),
     ("seconds a step", "seconds", "step_seconds", min),
-    ("x faster", "times", "step_seconds", max),
+    ("speed, against the first", "faster", "step_seconds", max),
     ("seconds", "seconds", "seconds", min),
     ("seconds to goal", "seconds", "goal_seconds", min),
-    ("x sooner", "times", "goal_seconds", max),
+    ("goal, against the first", "sooner", "goal_seconds", max),
     ("bytes to goal", "bytes", "goal_bytes", min),
-    ("x fewer bytes to goal", "times", "goal_bytes", max),
+    ("bytes to goal, against the first", "fewer", "goal_bytes", max),
 )
-"""Heading, unit and figure of each column, and the function that finds the best in it; "times" are ratios."""
+"""Heading, unit and figure of each column, and the function that finds the best in it."""
+
+RATIOS = ("faster", "fewer", "sooner")
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,15 @@ def _phases(run: Run) -> Table:
         delivered, all_sent = made & ~run.is_skipped, run.column("sent_bytes")[made]
         means = [mean(run.column(name)[delivered]) for name in ("sparsity", "compression_ratio")]
         of_k = quotient(total(run.column("selected")[delivered]), total(run.column("wanted")[delivered]))
-        sent, dense, seconds = mean(all_sent), mean(run.dense_bytes[made]), mean(run.step_seconds[made])
+        sent, dense, seconds = mean(all_sent), mean(run.dense_bytes[made]), middle(run.step_seconds[made])
         counts = [int(made.sum()), int((made & run.is_skipped).sum())]
         rows.append([phase, *counts, *means, of_k, whole_total(all_sent), sent, quotient(sent, dense), seconds])
     columns = {"phase": "text", "steps": "count", "skipped": "count", **_figures("sparsity", "compression_ratio")}
     columns |= {"selected / k": "number", **_figures("sent_bytes"), "sent a step": "bytes"}
     columns |= {"of a dense step": "share", "seconds a step": "seconds"}
-    about = "Sparsity and ratio are means over steps that delivered something; bytes and seconds are rank 0's."
+    about = (
+        "Sparsity and ratio are means over steps that delivered something; bytes and the median seconds are rank 0's."
+    )
     return Table("phases", "Dense and sparse steps", about, columns, rows, "Nominal figures (the literature's)")
 
 
@@ -112,8 +116,7 @@ def _bytes(run: Run) -> Table:
         **run.bytes_by_part(),
         "all that was sent": run.column("sent_bytes"),
         "if every step were dense": run.dense_bytes,
-        "the bound 6k(P-1)/P, sparse steps": run.bound_bytes,
-    }
+    } | ({f"the bound {run.bound_words}k(P-1)/P, sparse steps": run.bound_bytes} if run.bound_words else {})
     rows = [[name, whole_total(part), quotient(total(part), sent), *_means(run, part)] for name, part in parts.items()]
     about = "Measured on rank 0. Headers are those of blocks of pairs; dense_tail travels dense; agree is no gradient."
     columns = {"part": "text", "sent": "bytes", "share": "share", "a dense step": "bytes", "a sparse step": "bytes"}
@@ -180,8 +183,8 @@ def _regions(run: Run) -> Table:
 def _epochs(run: Run) -> Table:
     errors = ("wer", "cer") if run.error == "wer" else (run.error,)
     names = ("epoch", "step", "seconds", "sent_bytes", "lr", "train_loss", "val_loss", *errors)
-    rows = [[epoch[name] for name in names] for epoch in run.epochs]
-    about = "Epochs count from 0. Bytes and seconds are rank 0's since the start, without validation."
+    rows = [[(epoch["epoch"] or 0) + 1, *(epoch[name] for name in names[1:])] for epoch in run.epochs]
+    about = "Bytes and seconds are rank 0's since the start, without validation."
     return Table("epochs", "Epochs", about, _figures(*names), rows, "A training run")
 
 
@@ -247,8 +250,8 @@ def _cards(run: Run) -> list[Card]:
              f"{format_bytes(summary['sent_bytes'])} by rank 0; dense {dense}"),
         Card("compression ratio", summary["compression_ratio"], "times",
              none_sparse or f"sparsity {summary['sparsity'] or 0:.4g}, sparse steps"),
-        Card("dense step", per_step["dense"], "seconds", "mean, on rank 0"),
-        Card("sparse step", per_step["sparse"], "seconds", none_sparse or "mean, on rank 0"),
+        Card("dense step", per_step["dense"], "seconds", "median, on rank 0"),
+        Card("sparse step", per_step["sparse"], "seconds", none_sparse or "median, on rank 0"),
     ]  # fmt: skip
 
 
@@ -260,7 +263,7 @@ def comparison_table(runs: Sequence[Run]) -> Table:
     named = "goal" if goal is None else f"{error} {goal:.4g}"
     columns = {heading.replace("goal", named).replace("WER", error): unit for heading, unit, *_ in COLUMNS}
     cells = [
-        [quotient(first[name], each[name]) if unit == "times" else each[name] for _, unit, name, _ in COLUMNS]
+        [quotient(first[name], each[name]) if unit in RATIOS else each[name] for _, unit, name, _ in COLUMNS]
         for each in figures
     ]
     about = f"Ratios are against the first run, {runs[0].name}. Bytes and seconds are rank 0's."

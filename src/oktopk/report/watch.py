@@ -40,7 +40,7 @@ def looks(path: Path) -> Iterator[Run]:
             run = Run(name=reader.name) if reader.has_begun_again() else run
             for record in reader.new():
                 run.add_(record)
-            run.bad_lines = reader.bad_lines
+            run.bad_lines, run.silent_s = reader.bad_lines, reader.silent_s
         yield run
 
 

@@ -57,7 +57,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "sent_bytes": sent, "dense_bytes": dense, "sent_of_dense": quotient(sent, dense),
         "sent_bytes_per_step": {name: mean(run.column("sent_bytes")[made]) for name, made in run.masks.items()},
         "seconds": {name: total(run.column(f"split.{name}")) or 0.0 for name in SPLIT},
-        "seconds_per_step": {name: mean(run.step_seconds[made]) for name, made in run.masks.items()},
+        "seconds_per_step": {name: middle(run.step_seconds[made]) for name, made in run.masks.items()},
         "verdict": verdict_of(run),
     }  # fmt: skip
 

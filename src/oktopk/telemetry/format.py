@@ -40,6 +40,17 @@ def format_seconds(value: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def format_ratio(value: float, more: str, less: str) -> str:
+    """Return a ratio in the words that fit it.
+
+    >>> format_ratio(2.5, "faster", "slower"), format_ratio(0.5, "faster", "slower"), format_ratio(1.0, "fewer", "more")
+    ('2.5x faster', '2x slower', 'the same')
+    """
+    if f"{value:.3g}" == "1" or value <= 0:
+        return "the same" if value > 0 else "n/a"
+    return f"{value:.3g}x {more}" if value > 1 else f"{1 / value:.3g}x {less}"
+
+
 WRITTEN: dict[str, Callable[[Any], str]] = {
     "text": lambda value: f"{value:,}" if type(value) is int else str(value),
     "count": lambda value: f"{value:,.0f}",
@@ -48,6 +59,9 @@ WRITTEN: dict[str, Callable[[Any], str]] = {
     "seconds": format_seconds,
     "share": lambda value: f"{100 * value:.3g} %",
     "times": lambda value: f"{value:.3g}x",
+    "faster": lambda value: format_ratio(value, "faster", "slower"),
+    "fewer": lambda value: format_ratio(value, "fewer", "more"),
+    "sooner": lambda value: format_ratio(value, "sooner", "later"),
 }
 """Functions that write a figure, by unit."""
 

@@ -1,6 +1,7 @@
 """Reading `metrics.jsonl`, also while it is being written, or when it is cut off, empty or of another version."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class MetricsReader:
         self.bad_lines: list[int] = []  # numbers of lines that are no records
         self.is_cut = False  # whether the file ends amid a line: the rest may still come
         self._num_lines, self._offset, self._inode = 0, 0, -1
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the file was last written."""
+        return time.time() - self.path.stat().st_mtime
 
     def has_begun_again(self) -> bool:
         """Whether the file is another than the one that was read, as after a resume; then all is read again."""

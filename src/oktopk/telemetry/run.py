@@ -31,14 +31,21 @@ LARGEST = 1e60
 """Largest number that counts as measured, because sums of such numbers stay finite."""
 
 HEADER_BYTES = HEADER_WORDS * WORD_BYTES
-ENDS = ("end", "failed")
+ENDS = {"end": "ended", "failed": "failed", "stopped": "stopped"}
+"""State of a run whose last record is this event."""
+
+BOUND_WORDS = {"oktopk": 5, "oktopkpaper": 6}
+"""Words of a bound by k(P-1)/P: `OkTopk` never sends more, `OkTopkPaper` rarely. The others have none of that form."""
+
+SILENCE_S = 120.0
+"""Seconds without a record after which a run counts as killed, because a validation may take a minute."""
 
 
 def load_run(path: Path) -> Run:
     """Return the run of a folder or file, as far as its records are there."""
     reader = MetricsReader(metrics_of(path))
     run = Run(reader.new(), reader.name)
-    run.bad_lines, run.is_cut = reader.bad_lines, reader.is_cut
+    run.bad_lines, run.is_cut, run.silent_s = reader.bad_lines, reader.is_cut, reader.silent_s
     return run
 
 
@@ -72,6 +79,7 @@ class Run:
         self.messages: dict[tuple[str, str], Messages] = {}
         self.bad_lines: list[int] = []
         self.is_cut = False
+        self.silent_s = math.inf
         self.num_steps = 0
         self.num_ranks = 0
         self.writers: set[Any] = set()  # ranks whose headers are there
@@ -216,10 +224,15 @@ class Run:
         return np.floor(2 * WORD_BYTES * self.column("numel") * (size - 1) / size)
 
     @property
+    def bound_words(self) -> int | None:
+        """Words of the algorithm's bound by k(P-1)/P; None if it has none, or is not known."""
+        return BOUND_WORDS.get(str(self.header.get("config", {}).get("compressor")).lower().replace("_", ""))
+
+    @property
     def bound_bytes(self) -> Floats:
-        """The paper's bound on a sparse step: 6k(P-1)/P words, and 2(P-1)/P for each element that travels dense."""
+        """The bound of a sparse step with float32 values; elements that travel dense take 2(P-1)/P words each."""
         size, side = self.workers or math.nan, self.column("dense_tail_numel")
-        words = (6 * (self.column("wanted") - side) + 2 * side) * (size - 1) / size
+        words = ((self.bound_words or math.nan) * (self.column("wanted") - side) + 2 * side) * (size - 1) / size
         return np.where(self.is_sparse, WORD_BYTES * words, np.nan)
 
     def bytes_by_part(self) -> dict[str, Floats]:
@@ -256,11 +269,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "ended", "failed", or "unfinished": running still, or killed."""
+        """ "ended", "failed", "stopped" by Ctrl-C, "running", or "unfinished": it was killed, or has no planned end."""
         if self.last_event in ENDS:
-            return "ended" if self.last_event == "end" else "failed"
+            return ENDS[self.last_event]
         planned = _number(self.header.get("steps"))
-        return "ended" if planned is not None and 0 < planned <= self.num_steps else "unfinished"
+        if planned is None:
+            return "unfinished"
+        return "ended" if 0 < planned <= self.num_steps else "running" if self.silent_s < SILENCE_S else "unfinished"
 
 
 def quotients(above: Floats, below: Floats) -> Floats:

@@ -19,6 +19,7 @@ from oktopk.telemetry.format import count
 from oktopk.train import checkpoint
 from oktopk.train.config import BOOLEANS, Config, make_config, parse_pairs
 from oktopk.train.console import Console
+from oktopk.train.data import loader, synth
 from oktopk.train.dist import Place, find_place
 from oktopk.train.divergence import DivergedError
 from oktopk.train.models.gpt import SIZES
@@ -214,6 +215,10 @@ def _dry_run(job: Job, workers: int) -> None:
         data = workload(config)
         data.batches(workers)
         counts = (data.num_train, data.num_val)
+    elif not config.is_text:  # the speech that the run would make
+        synth.check_possible()
+        loader.check_enough(config.utterances, config.batch_size * config.nsteps_update, workers, "step")
+        loader.check_enough(config.val_utterances, 1, workers, "validation")
     device = pick_device(config, Place(launcher="dry run"))
     plan = make_plan(config, workers, *counts, data_dir=folder, device=str(device))
     console = Console(0, config.max_epochs)

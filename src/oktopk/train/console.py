@@ -6,7 +6,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column, Table
 from rich.text import Text
 
-from oktopk.telemetry.format import format_bytes, format_value
+from oktopk.telemetry.format import count, format_bytes, format_seconds, format_value
 from oktopk.telemetry.reader import Record
 from oktopk.telemetry.schema import EpochRecord, TrainStep, catalogue
 from oktopk.train.plan import table_of
@@ -97,30 +97,35 @@ def _figures(record: TrainStep, unit: str) -> str:
     )
 
 
-def end_table(summary: Record, workers: int) -> Table:
-    """Return the figures of a run."""
+def end_table(summary: Record, workers: int, *, is_dense: bool) -> Table:
+    """Return the figures of a run; one that `is_dense` has none of sparse steps."""
     first, train_loss, val_loss = (format_value(summary[name]) for name in ("first_loss", "train_loss", "val_loss"))
     skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
-    seconds, per_step = summary["seconds"], summary["seconds_per_step"]
-
-    def sparse(value: float | None) -> str:
-        return format_value(value) + ("" if summary["sparse_steps"] else " (no step was sparse)")
-
+    seconds = {name: f"{value:.1f}\u00a0s" for name, value in summary["seconds"].items()}
     rows = {
-        "train loss": f"{first} in the first epoch, {train_loss} in the last",
+        "train loss": f"{first} in the first epoch, {train_loss} in the last" if summary["epochs"] > 1 else train_loss,
         "val loss": val_loss,
         **_errors(summary),
-        "steps": f"compression was active on {summary['sparse_steps']} of {summary['steps']} steps{skipped}",
-        "sparsity": sparse(summary["sparsity"]),
-        "compression ratio": sparse(summary["compression_ratio"]),
+        "steps": f"compression was active on {summary['sparse_steps']} of {count(summary['steps'], 'step')}{skipped}",
+        "sparsity": format_value(summary["sparsity"]),
+        "compression ratio": format_value(summary["compression_ratio"]),
         "bytes sent": _bytes(summary),
-        "verdict": summary["verdict"] or "no dense and sparse steps to compare",
-        "time": f"{sum(seconds.values()):.1f} s: "
-        + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
-        "seconds a step": f"dense {format_value(per_step['dense'])}, sparse {sparse(per_step['sparse'])}, "
-        f"on {workers} worker{'s' * (workers > 1)}",
+        "verdict": summary["verdict"],
+        "time": f"{sum(summary['seconds'].values()):.1f} s: "
+        + ", ".join(f"{name} {value}" for name, value in seconds.items()),
+        "a step took": _step_seconds(summary["seconds_per_step"]) + f" (median), on {count(workers, 'worker')}",
     }
-    return table_of("the run", rows)
+    if is_dense:
+        rows["steps"] = f"{summary['steps']:,}, all dense{skipped}"
+    for name in () if summary["sparse_steps"] else ("sparsity", "compression ratio", "verdict"):
+        del rows[name]
+    return table_of("the run", {name: text for name, text in rows.items() if text is not None})
+
+
+def _step_seconds(per_step: dict[str, float | None]) -> str:
+    """Return the time of a step of each phase that was there."""
+    known = {phase: format_seconds(seconds) for phase, seconds in per_step.items() if seconds is not None}
+    return ", ".join(f"{seconds} {phase}" for phase, seconds in known.items())
 
 
 def _errors(summary: Record) -> dict[str, str]:
@@ -135,8 +140,11 @@ def _bytes(summary: Record) -> str:
     if summary["sent_of_dense"] is None:
         return "none: one worker has nobody to send to"
     sent, dense = format_bytes(summary["sent_bytes"]), format_bytes(summary["dense_bytes"])
-    whole = f"{sent} by rank 0, {summary['sent_of_dense']:.1%} of the {dense} that dense steps would have sent"
     sparse = summary["sent_bytes_per_step"]["sparse"]
     if sparse is None:
-        return whole
-    return f"{whole}; a sparse step {sparse * summary['steps'] / summary['dense_bytes']:.1%} of a dense one"
+        return f"{sent} by rank 0"
+    of_dense, of_step = summary["sent_of_dense"], sparse * summary["steps"] / summary["dense_bytes"]
+    return (
+        f"{sent} by rank 0, {format_value(of_dense, 'share')} of the {dense} that dense steps would have sent; "
+        f"a sparse step {format_value(of_step, 'share')} of a dense one"
+    )

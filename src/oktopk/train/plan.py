@@ -80,7 +80,7 @@ class Plan:
         return (
             f"no step will be sparse: the run has {count(self.steps, 'step')}, and the first "
             f"{self.config.dense_steps} are dense; --dense-steps {self.steps // 4} "
-            f"or more epochs would let {self.config.compressor} run"
+            f"{'or more epochs ' * (not self.is_cut_short)}would let {self.config.compressor} run"
         )
 
     def table(self) -> Table:
@@ -97,9 +97,13 @@ class Plan:
             f"in {self.data_dir}",
             "workers": f"{self.workers} on {self.device}, {config.batch_size} {config.unit}s each, "
             f"{config.nsteps_update} forward pass{'es' * (config.nsteps_update > 1)} a step",
-            "steps": f"{self.steps:,} in {count(config.max_epochs, 'epoch')} of {self.steps_per_epoch:,}: "
-            f"{self.steps - self.sparse_steps:,} dense"
-            + ("" if config.is_dense else f", {self.sparse_steps:,} sparse"),
+            "steps": f"{self.steps:,}{f' of the {self.steps_of_epochs:,}' * self.is_cut_short} in "
+            f"{count(config.max_epochs, 'epoch')} of {self.steps_per_epoch:,}: "
+            + (
+                "all dense"
+                if config.is_dense
+                else f"{self.steps - self.sparse_steps:,} dense, {self.sparse_steps:,} sparse"
+            ),
             "exchange": f"a dense step sends {format_bytes(self.dense_bytes)} a worker",
             "learning": f"{config.optimizer}, lr {config.lr:g}, "
             + (f"divided by {config.lr_anneal:g} an epoch; " if config.optimizer == "sgd" else "falling to 0; ")

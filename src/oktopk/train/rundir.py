@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -84,11 +84,11 @@ class RunDir:
 def check_creatable(path: Path) -> None:
     """Raise the error that `RunDir.create` would, without a trace in the file system."""
     folder = next(each for each in path.absolute().parents if each.exists())
-    code = 0 if os.access(folder, os.W_OK | os.X_OK) else errno.EACCES
-    code = code if folder.is_dir() else errno.ENOTDIR
-    if code:
-        message = f"cannot write the run's folder {path}: {os.strerror(code)}; --runs names another place"
-        raise RunError(message)
+    try:
+        Path(tempfile.mkdtemp(prefix=".oktopk-", dir=folder)).rmdir()  # the only sure test: root may write anywhere
+    except OSError as error:
+        message = f"cannot write the run's folder {path}: {error.strerror}; --runs names another place"
+        raise RunError(message) from error
 
 
 class RunLogger:
@@ -137,11 +137,11 @@ class RunLogger:
         self.write({"kind": "event", "event": event, "step": step, "message": message})
         self.log(f"{event}: {message}")
 
-    def failed(self, why: str) -> None:
-        """Write the error that ended the run into the log and as the last record, if that can still be written."""
+    def ended(self, event: str, why: str) -> None:
+        """Write why the run ended early into the log and as the last record, if that can still be written."""
         self.log(why)
         with suppress(RunError, ValueError):  # a full disk, or a file that was closed: the error itself is raised
-            self.write({"kind": "event", "event": "failed", "step": self._next_step, "message": why})
+            self.write({"kind": "event", "event": event, "step": self._next_step, "message": why})
 
     def log(self, line: str) -> None:
         """Append a line to this worker's log."""

@@ -1,5 +1,6 @@
 """The workers of a run: start them on this machine, and be one from its start to its end: join, train, leave."""
 
+import logging
 import os
 import shutil
 import signal
@@ -77,6 +78,9 @@ def start_workers(command: Sequence[str], nproc: int, folder: Path, max_restarts
         "OMP_NUM_THREADS": str(threads),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or the launcher would listen on all addresses
     }
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # it would comment on a Ctrl-C in three lines
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
@@ -118,6 +122,7 @@ def _train(job: Job, place: Place, data: Workload, plan: Plan, run: RunDir) -> d
     unit = "window" if job.config.is_text else "utt"
     run_logger, console = RunLogger(run, place.rank), Console(place.rank, job.config.max_epochs, plan.steps, unit)
     run_logger.log(f"worker {place.rank} of {place.size}, started by {place.launcher}, process {os.getpid()}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on Ctrl-C is in the record
     try:
         with lost_peers_named():
             trainer = Trainer(place, data, plan, run_logger, console)
@@ -129,12 +134,15 @@ def _train(job: Job, place: Place, data: Workload, plan: Plan, run: RunDir) -> d
                 trainer.resume(folder)
                 console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
             summary = trainer.run()
+    except KeyboardInterrupt:
+        run_logger.ended("stopped", "Ctrl-C stopped it")
+        raise
     except BaseException as error:
-        run_logger.failed(f"ended by {type(error).__name__}: {error}")
+        run_logger.ended("failed", f"ended by {type(error).__name__}: {error}")
         raise
     finally:
         run_logger.close()
-    console.out.print(end_table(summary, place.size))
+    console.out.print(end_table(summary, place.size, is_dense=job.config.is_dense))
     console.say(f"everything is in {run.path}\nnext: oktopk report {run.path}")
     if plan.is_cut_short:
         longer = f"oktopk train --resume {run.path} --max-steps {2 * plan.steps}"

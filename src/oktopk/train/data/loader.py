@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import SettingError, within
+from oktopk.telemetry.format import count
 from oktopk.train.data.audio import FULL_SCALE, read_pcm
 from oktopk.train.data.features import BINS, Augmentation, spectrogram
 from oktopk.train.data.labels import encode
@@ -53,6 +54,14 @@ class Batch:
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
 
+def check_enough(utterances: int, each: int, workers: int, what: str) -> None:
+    """Refuse a corpus that has not `each` utterances for each of the workers."""
+    if utterances < each * workers:
+        wanted = f"one {what} takes {count(each, 'utterance')} on each of {count(workers, 'worker')}"
+        found = f"{each * workers} in all, and there are {utterances}"
+        raise SettingError(f"{wanted}, {found}: use a smaller batch size, fewer workers or more data")
+
+
 class Batches:
     """The batches of one rank.
 
@@ -77,13 +86,9 @@ class Batches:
         augmentation: Augmentation | None = None,
         evaluation: bool = False,
     ) -> None:
-        each = 1 if evaluation else batch_size
-        if len(utterances) < each * world_size:
-            wanted = (
-                f"{'the validation' if evaluation else 'a step'} takes {each} of the utterances on each of {world_size}"
-            )
-            found = f"workers, {each * world_size} in all, and there are {len(utterances)}"
-            raise SettingError(f"{wanted} {found}: use a smaller batch size, fewer workers or more data")
+        check_enough(
+            len(utterances), 1 if evaluation else batch_size, world_size, "validation" if evaluation else "step"
+        )
         self.utterances, self.batch_size, self.rank, self.world_size = utterances, batch_size, rank, world_size
         self.seed, self.augmentation, self.evaluation = seed, augmentation, evaluation
         self._durations = torch.tensor([utterance.duration_s for utterance in utterances], dtype=torch.float64)

@@ -81,8 +81,7 @@ def make_speech(
     if held(out) and not (out / STAMP).exists():
         there = ", ".join(held(out))
         raise DataError("bad corpus", out, f"has {there}, not made by synth-an4; choose another folder for this")
-    if find_spec(ENGINE) is None:
-        raise SpeechError('speech is made by the package espeakng-loader: pip install "oktopk[synth]"')
+    check_possible()
     speakers = speakers_of("train", utterances) + speakers_of("val", val_utterances)
     # Threads: the engine is a child, and numpy releases the interpreter.
     with replaced(out) as folder, ThreadPoolExecutor(jobs or _num_cores()) as pool:
@@ -94,6 +93,12 @@ def make_speech(
             pool.shutdown(cancel_futures=True)
         (folder / STAMP).write_text(json.dumps({"settings": settings}, indent=2) + "\n", encoding="utf-8")
     return True
+
+
+def check_possible() -> None:
+    """Raise if the package that speaks is missing."""
+    if find_spec(ENGINE) is None:
+        raise SpeechError('speech is made by the package espeakng-loader: pip install "oktopk[synth]"')
 
 
 def _num_cores() -> int:
