@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from oktopk.errors import SettingError
+from oktopk.errors import MismatchError, SettingError
 from oktopk.report.report import make_report
 from oktopk.report.watch import view
 from oktopk.telemetry.run import load_run
+from oktopk.train import language
 from oktopk.train.config import Config, make_config
 from oktopk.train.data.text import make_text, read_text, standard_library
 from oktopk.train.models import make_model
 from oktopk.train.optimizers import make_optimizers
-from tests.train.runs import last, succeed
+from tests.train.runs import last, succeed, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
@@ -90,6 +91,18 @@ def test_resume_equals_never_having_stopped(tmp_path, run, tiny, stop):
         for each in (resumed, run)
     )
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def shorten_rank_1(rank):
+    """Give rank 1 a byte less, as another version of Python has other sources."""
+    language.read_text = lambda folder: tuple(each[: len(each) - (rank == 1)] for each in read_text(folder))
+
+
+@pytest.mark.slow
+def test_workers_that_read_other_data_are_refused(tmp_path, tiny):
+    ended = train(tmp_path / "run", 2, **tiny, prepare=shorten_rank_1)
+    assert [type(result) for result in ended.results] == [MismatchError] * 2
+    assert "the data of ranks [1] is not that of rank 0" in str(ended.results[0])
 
 
 @pytest.mark.slow

@@ -57,6 +57,17 @@ def check_same_weights(model: nn.Module, step: int) -> str:
     return digests[0]
 
 
+def check_same_data(sizes: tuple[int, int]) -> None:
+    """Raise on every rank if the data to train on and to validate with has other sizes on another rank."""
+    every = gather_objects(sizes)
+    differing = [rank for rank, each in enumerate(every) if each != every[0]]
+    if differing:
+        raise MismatchError(
+            f"the data of ranks {differing} is not that of rank 0: {every[differing[0]]} samples or bytes to train on "
+            f"and to validate with, and {every[0]}. Copy one --data-dir to all machines"
+        )
+
+
 @contextmanager
 def lost_peers_named() -> Iterator[None]:
     """Turn the error of a broken collective into a `PeerError`: another rank has died or left."""

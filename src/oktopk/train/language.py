@@ -37,6 +37,7 @@ class Language(Workload):
         self.train, self.val = read_text(self.data_dir_of(config))
         val = self._windows(self.val, samples=config.val_utterances, evaluation=True)
         self.num_train, self.num_val = config.utterances, val.samples
+        self.sizes = len(self.train), len(self.val)
 
     @staticmethod
     def data_dir_of(config: Config) -> Path:

@@ -32,7 +32,7 @@ class Speech(Workload):
         if not folder.is_dir():
             raise DataError("missing", folder, "there is no such folder; oktopk data an4 ARCHIVE --out DIR makes one")
         self.train, self.val = (read_manifest(folder / name) for name in (TRAIN_MANIFEST, VAL_MANIFEST))
-        self.num_train, self.num_val = len(self.train), len(self.val)
+        self.num_train, self.num_val = self.sizes = len(self.train), len(self.val)
 
     @staticmethod
     def data_dir_of(config: Config) -> Path:

@@ -18,7 +18,7 @@ from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import VERSION
 from oktopk.train import checkpoint
-from oktopk.train.collectives import all_or_none, gather_objects, lost_peers_named
+from oktopk.train.collectives import all_or_none, check_same_data, gather_objects, lost_peers_named
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
 from oktopk.train.dist import HERE, STARTER, STORE, Place
@@ -108,6 +108,7 @@ def work(job: Job, place: Place) -> dict[str, Any]:
             kind = workload_of(config)
             all_or_none("preparing the data", lambda: kind.prepare(config) if place.rank == 0 else None)
             data = all_or_none("reading the data", lambda: kind(config))
+            check_same_data(data.sizes)
             data.batches(place.size)  # raises on every rank, if there is too little
             plan = make_plan(config, place.size, data.num_train, data.num_val, kind.data_dir_of(config), str(device))
             made = all_or_none("making the run's folder", lambda: job.folder() if place.rank == 0 else None)

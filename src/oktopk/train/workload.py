@@ -44,11 +44,13 @@ class Workload(ABC):
     """The data of the settings, as `load` finds it.
 
     num_train, num_val    samples of an epoch, and to validate with
+    sizes                 of the data itself, by which workers of several machines see that they read the same
     """
 
     error: ClassVar[str]  # the figure of a validation, the less the better, that chooses the best epoch
     num_train: int
     num_val: int
+    sizes: tuple[int, int]
 
     def __init__(self, config: Config) -> None:
         self.config = config
