@@ -3,8 +3,11 @@
 A size is (replicas, shards); ranks are numbered replica by replica.
 """
 
+import signal
+import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +26,9 @@ from oktopk.ddp.fsdp import whole_of
 from oktopk.ddp.hook import SHARD_IT
 from tests.ddp.accounts import any_left, same_bits
 from tests.ddp.harness import Worlds, attach, check_words, error_of, gathered, through_a_file
+from tests.ddp.mortal import Mortals
 from tests.ddp.nets import BRAIN, DOUBLE, SINGLE, Chain, Net, batch
+from tests.ddp.test_failures import EXIT_S, IN_SPARSE_PHASE, check_ended
 
 pytestmark = pytest.mark.processes
 slow = pytest.mark.slow
@@ -340,6 +345,37 @@ def check_refusals():
 
 def test_what_cannot_work_is_refused_with_the_line_to_write(worlds):
     worlds.run(4, check_refusals)
+
+
+@slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dense_steps", [2, ALL], ids=["sparse phase", "dense phase"])
+@pytest.mark.parametrize("victim", [3, 0], ids=["", "the host of the store"])
+def test_a_killed_rank_ends_all_replicas_of_all_shards(victim, dense_steps):
+    """Those of its node notice in FSDP's own collectives, which gloo words; the others in the exchange."""
+    with Mortals(4, dense_steps=dense_steps, shards=2) as mortals:
+        mortals.wait_for_step(victim, IN_SPARSE_PHASE)
+        at = mortals.send_signal(victim, signal.SIGKILL)
+        check_ended(mortals, [rank for rank in range(4) if rank != victim], at, "Error: ")
+
+
+def break_exchange(rank, step, attached):
+    if (rank, step) == (1, IN_SPARSE_PHASE):
+        mock.patch.object(type(attached.algorithm), "reduce_step", side_effect=OSError("disk full")).start()
+
+
+@slow
+@pytest.mark.timeout(120)
+def test_an_error_in_one_ranks_exchange_ends_all_and_names_its_cause():
+    with Mortals(4, shards=2, before_step=break_exchange, stays=True) as mortals:
+        mortals.wait_for_step(0, IN_SPARSE_PHASE - 1)
+        at = time.monotonic()
+        check_words(mortals.wait_for_word(1, EXIT_S), "OSError: disk full")
+        for rank in (0, 3):  # of its node, and of its shard
+            check_words(mortals.wait_for_word(rank, EXIT_S), "PeerError", "failed: OSError: disk full")
+        check_words(mortals.wait_for_word(2, 2 * EXIT_S), "PeerError")
+        mortals.release()
+        check_ended(mortals, [0, 1, 2, 3], at)
 
 
 def session(size, seed):
