@@ -213,7 +213,7 @@ class Handle:
         if not is_ours or held.device.type != "cpu" or kernels_for(held) is NUMPY:
             return
         seconds = compile_kernels(self.algorithm, held.dtype)
-        if seconds > 1 and not self.rank:
+        if seconds > 1 and self._engine.is_first:
             sys.stderr.write(f"oktopk: made the CPU kernels ready in {seconds:.1f} s; the steps do not wait for them\n")
 
     def announce(self) -> None:
