@@ -26,7 +26,7 @@ def forking() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     ours = ["tests.ddp.mortal", "tests.train.runs", "oktopk.kernels.numba_cpu"]
-    theirs = ["pytest", "torch.utils.tensorboard", "torch._dynamo"]  # DDP imports the last one, for a second
+    theirs = ["pytest", "torch.utils.tensorboard", "torch._dynamo", "torch.distributed.fsdp"]  # DDP needs the third
     context.set_forkserver_preload([*ours, *theirs])
     return context
 

@@ -51,3 +51,14 @@ def test_local_steps_run_resume_and_can_be_reported(tmp_path):
     report = run("-m", "oktopk", "report", "--text", tmp_path / "metrics.jsonl")
     assert report.returncode == 0, report.stderr
     assert "sent, of dense" in report.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_sharded_example_runs_on_two_replicas_of_two_shards():
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", EXAMPLES / "fsdp2_hsdp.py")
+    assert done.returncode == 0, done.stderr
+    assert "on 2 replicas of 2 shards" in done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert "compression was active on 40 of 60 steps" in done.stdout

@@ -95,6 +95,19 @@ def test_a_step_of_a_model_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_a_lab
 @pytest.mark.processes
+def test_a_sharded_step_sends_sparsely_between_the_nodes(tmp_path: Path) -> None:
+    words = ["--model", "examples.bench_factory:make", "--ranks", 4, "--shard", 2, "--mbit", 1000, "--rounds", 2]
+    done = invoke("bench", "step", *words, "--methods", "dense,bf16,oktopk", "--out", tmp_path)
+    assert "P = 2 x 2, 1000 Mbit/s" in done.stdout, done.output
+    (setting,) = json.loads((tmp_path / report.JSON).read_text())["settings"]
+    rows = {row["name"]: row for row in setting["rows"]}
+    assert rows["no exchange"]["sent_bytes"] < rows["oktopk"]["sent_bytes"] < rows["bf16"]["sent_bytes"]
+    assert 1.8 * rows["bf16"]["sent_bytes"] < rows["dense"]["sent_bytes"]
+
+
+@pytest.mark.slow
+@needs_a_lab
+@pytest.mark.processes
 def test_a_step_in_the_lab_shows_its_split_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MOST_SECONDS", 0.0)
     words = ["--model", "an4-small", "--ranks", 2, "--mbit", 100, "--rounds", 9]
@@ -145,6 +158,8 @@ def test_a_narrow_terminal_shows_a_bar_of_turns_and_whole_names(monkeypatch: pyt
     (["exchange", "--delay-ms", "-1"], "--delay-ms must be at least 0"),
     (["exchange", "--out", __file__], "--out wants a folder"),
     (["step", "--model", "lstm"], "Did you mean 'lstman4'"),
+    (["step", "--shard", "2", "--methods", "powersgd-1"], "powersgd-1 is a hook of DDP"),
+    (["step", "--shard", "4", "--model", "an4-small"], "--shard 4 wants --ranks of several times 4, such as 8, not 4"),
     (["step", "--model", "no.such:thing"], "cannot find the model no.such:thing"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line_before_anything_is_measured(words: list[str], said: str) -> None:

@@ -31,7 +31,7 @@ def row(method: str, density: float | None, seconds: float) -> dict[str, Any]:
 
 
 SETTINGS = [
-    {"ranks": ranks, "mbit": mbit, "delay_ms": 0.0, "rounds": 1}
+    {"ranks": ranks, "mbit": mbit, "delay_ms": 0.0, "shard": 1, "rounds": 1}
     | {"rows": [row(*entry, seconds=ranks * (i + 1) / 10) for i, entry in enumerate(ROWS)]}
     for ranks in (2, 4)
     for mbit in (100.0, 0.0)

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 
@@ -99,10 +101,11 @@ def _live(
     before_step=None,
     stays=False,
     every=0,
+    shards=0,
 ):
     """Train as a rank; `before_step` gets rank, step and handle. One that `stays` after an error waits for its end.
 
-    With `every` it makes local steps, and exchanges every so many of them.
+    With `every` it makes local steps, and exchanges every so many of them. With `shards` FSDP shards the model.
     """
     os.setsid()
     torch.set_num_threads(1)
@@ -113,12 +116,18 @@ def _live(
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), size, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    model = Net() if every else DDP(Net())
     sinks = [] if jsonl is None else [JsonlSink(f"{jsonl}{rank}")]
+    settings = {"timeout": EXCHANGE_S, "sinks": sinks}
     if every:
-        attached = LocalSteps(model, SGD(model.parameters()), algorithm, every=every, timeout=EXCHANGE_S, sinks=sinks)
+        model = Net()
+        attached = LocalSteps(model, SGD(model.parameters()), algorithm, every=every, **settings)
+    elif shards:
+        mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(Net(), mesh=mesh["shard"])
+        attached = attach(model, algorithm, dense_steps=dense_steps, mesh=mesh["replicate"], **settings)
     else:
-        attached = attach(model, algorithm, dense_steps=dense_steps, timeout=EXCHANGE_S, sinks=sinks)
+        model = DDP(Net())
+        attached = attach(model, algorithm, dense_steps=dense_steps, **settings)
     try:
         for step in range(steps):
             if before_step is not None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import Dense, MemorySink, OkTopk, OkTopkPaper, SettingError, TopkA
-from oktopk.ddp.hook import check_alone_in_backward
+from oktopk.ddp.hook import SHARD_IT, check_alone_in_backward
 from tests.ddp.accounts import same_bits
 from tests.ddp.harness import attach, check_words, error_of, exchange_threads, on_ranks
 from tests.ddp.nets import Net, step_
@@ -49,14 +49,6 @@ def with_a_group_of_one(other):
     attach(DDP(Net()), group=alone[dist.get_rank() ^ other])
 
 
-def sharded(kind):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if kind == "fsdp1":
-        attach(FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")))
-    layer = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    attach(layer if kind == "fsdp2" else nn.Sequential(layer))
-
-
 def with_dynamos_python_reducer():
     """DDP chooses its reducer when it is made: what is set later does not matter to it."""
     model = DDP(nn.Linear(8, 8))
@@ -74,7 +66,8 @@ REFUSED = [
     (partial(with_a_group_of_one, False), ("group=", "ranks [0, 1]", "dist.new_group([0, 1])")),
     (partial(with_a_group_of_one, True), ("group=", "does not have this rank")),
     (lambda: attach(DDP(nn.Embedding(10, 4, sparse=True))), ("sparse=True",)),
-    *((partial(sharded, kind), ("by FSDP", "DDP instead of FSDP")) for kind in ("fsdp1", "fsdp2", "part")),
+    (lambda: attach(FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))), ("FSDP1", SHARD_IT)),
+    (lambda: attach(DDP(Net()), mesh=init_device_mesh("cpu", (2,))), ("mesh= is for", "group=")),
     (with_dynamos_python_reducer, ("python_reducer",)),
     (attaching(exclude="body.0.wieght"), ("'body.0.wieght'", "Did you mean 'body.0.weight'?")),
     (attaching(exclude="encoder.*"), ("'encoder.*'",)),

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.algorithms import Algorithm
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Method, Ours, PowerSgd
 from oktopk.bench.models import POOL, Model, load_model, make_pool
 from oktopk.bench.rounds import Candidate, Samples, take_turns
+from oktopk.bench.sharded import make_mesh, shard_
 from oktopk.bench.summary import Sample
 from oktopk.comm import MeteredComm, ProcessGroupComm
 from oktopk.ddp.attach import Attached, attach
@@ -131,10 +133,10 @@ def matrices_of(numel: int) -> list[tuple[int, int]]:
     return shapes + ([(1, rest)] if rest else [])
 
 
-def time_step(model: str, batch: int, entries: Sequence[Entry], samples: Samples) -> list[list[Sample]]:
+def time_step(model: str, batch: int, shard: int, entries: Sequence[Entry], samples: Samples) -> list[list[Sample]]:
     """Return the samples of each entry on this rank."""
     loaded = load_model(model)
-    steps = [_Step(entry, loaded, batch) for entry in entries]
+    steps = [_Step(entry, loaded, batch, shard) for entry in entries]
     try:
         return take_turns(steps, samples)
     finally:
@@ -144,14 +146,16 @@ def time_step(model: str, batch: int, entries: Sequence[Entry], samples: Samples
 
 
 class _Step(Candidate):
-    """A copy of the model under DDP, with one method."""
+    """A copy of the model under DDP, or sharded by FSDP, with one method."""
 
-    def __init__(self, entry: Entry, loaded: Model, batch: int) -> None:
+    def __init__(self, entry: Entry, loaded: Model, batch: int, shard: int) -> None:
         self.loss = loaded.loss
         self.batches = [loaded.inputs(batch, seed=100 * dist.get_rank() + i) for i in range(POOL)]
         method = METHODS.get(entry.method)
-        self.model = wrap(_copy(loaded.net), method)
-        self.attached = _attach(self.model, method, entry.density) if isinstance(method, Ours) else None
+        net, mesh = _copy(loaded.net), make_mesh(shard) if shard > 1 else None
+        self.model: nn.Module = wrap(net, method) if mesh is None else shard_(net, method, mesh)
+        replicas = None if mesh is None else mesh["replicate"]
+        self.attached = _attach(self.model, method, entry.density, replicas) if isinstance(method, Ours) else None
         self.no_sync = entry == BOUND
         self.forward_s = self.backward_s = 0.0
 
@@ -160,7 +164,9 @@ class _Step(Candidate):
 
     def run(self, number: int) -> None:
         inputs, targets = self.batches[number % POOL]
-        syncing: AbstractContextManager[None] = self.model.no_sync() if self.no_sync else nullcontext()
+        syncing: AbstractContextManager[None] = nullcontext()
+        if self.no_sync and isinstance(self.model, DistributedDataParallel):
+            syncing = self.model.no_sync()
         with syncing:
             start = time.perf_counter()
             loss = self.loss(self.model(*inputs), targets)
@@ -185,9 +191,9 @@ def _copy(net: nn.Module) -> nn.Module:
     return copy
 
 
-def _attach(model: DistributedDataParallel, method: Ours, density: float | None) -> Attached:
+def _attach(model: nn.Module, method: Ours, density: float | None, mesh: DeviceMesh | None) -> Attached:
     with redirect_stderr(io.StringIO()) as printed:  # the bar is on the same terminal
-        attached = attach(model, method.make(density), dense_steps=0)
+        attached = attach(model, method.make(density), dense_steps=0, mesh=mesh)
     sys.stderr.writelines(f"{line}\n" for line in printed.getvalue().splitlines() if "WARNING" in line)
     return attached
 

@@ -20,6 +20,7 @@ from oktopk.bench.models import check_model
 from oktopk.bench.probe import predict_seconds, probe_setting
 from oktopk.bench.processes import Network, Setting, make_settings
 from oktopk.bench.rounds import measure
+from oktopk.bench.sharded import check_sharded
 from oktopk.bench.summary import verdicts_of
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import SettingError, one_of, within
@@ -48,6 +49,7 @@ Model = Annotated[
     str, typer.Option(help="lstman4 (27.6 M parameters), an4-small (1 M), wide (27 M), or module:factory.")
 ]
 Measure = Callable[[Setting, list[Entry]], dict[str, Any]]
+Shard = Annotated[int, typer.Option(min=1, help="Ranks of a node, over which FSDP shards the model. 1: DDP.")]
 
 
 @exit_on_error()
@@ -88,13 +90,17 @@ def step(
     ranks: Ranks = "4",
     mbit: Mbit = "",
     delay_ms: Delay = 0.0,
+    shard: Shard = 1,
     methods: Methods = DEFAULT,
     rounds: Rounds = 7,
     out: Out = None,
 ) -> None:
-    """Time a whole DDP step of a model, by each method in turn.
+    """Time a whole DDP or FSDP step of a model, by each method in turn.
 
     A step is forward, backward and exchange. The row "no exchange" is the same step under no_sync(): the lower bound.
+
+    With --shard 2 each two ranks are a node, with a fast network inside and one link to the others. FSDP shards the
+    model inside a node. Dense is native HSDP, and "no exchange" sums inside the nodes only.
 
     A model of yours is module:factory. The factory takes no arguments and returns (net, batch, loss): an nn.Module,
     batch(size, seed) -> (inputs, targets), and loss(net(*inputs), targets) -> scalar tensor.
@@ -103,9 +109,11 @@ def step(
     """
 
     def work(setting: Setting, entries: list[Entry]) -> dict[str, Any]:
-        return measure(time_step, (model, batch), [BOUND, *entries], setting, rounds)
+        return measure(time_step, (model, batch, shard), [BOUND, *entries], setting, rounds)
 
-    network = _network(ranks, mbit, delay_ms)
+    if shard > 1:
+        check_sharded(parse_methods(methods))
+    network = _network(ranks, mbit, delay_ms, shard)
     about = {"bench": "step", "model": model, "batch": batch, "numel": check_model(model, batch)}
     _run(about, density, methods, network, work, out)
 
@@ -164,9 +172,9 @@ def local(
     _show(result, out)
 
 
-def _network(ranks: str, mbit: str, delay_ms: float) -> Network:
+def _network(ranks: str, mbit: str, delay_ms: float, shard: int = 1) -> Network:
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
-    return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms)
+    return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms, shard)
 
 
 def _numbers(kind: str, text: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> list[float]:

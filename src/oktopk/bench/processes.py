@@ -28,19 +28,23 @@ DEFAULT_MBIT = 1000.0
 
 @dataclass(frozen=True)
 class Setting:
-    """P ranks, and the network between them."""
+    """P ranks, and the network between them. Each `shard` ranks are one host, over whose loopback they talk."""
 
     ranks: int
     mbit: float | None  # of each link (0: unlimited; None: the loopback, without a lab)
     delay_ms: float = 0.0  # of a packet, one way
+    shard: int = 1
 
     def __str__(self) -> str:
-        return f"P = {self.ranks}, {link_name(self.mbit)}" + (f", {self.delay_ms:g} ms away" if self.delay_ms else "")
+        ranks = f"{self.ranks // self.shard} x {self.shard}" if self.shard > 1 else self.ranks
+        return f"P = {ranks}, {link_name(self.mbit)}" + (f", {self.delay_ms:g} ms away" if self.delay_ms else "")
 
     def run(self, work: Callable[..., Any], *args: Any, show: Callable[[], None] = lambda: None) -> list[Any]:
         """Return the result of `work(*args)` on each rank, and call `show()` once a second meanwhile."""
         try:
-            return run_processes(work, self.ranks, *args, mbit=self.mbit, delay_ms=self.delay_ms, show=show)
+            return run_processes(
+                work, self.ranks, *args, mbit=self.mbit, delay_ms=self.delay_ms, shard=self.shard, show=show
+            )
         except LabError as error:
             raise SettingError(f"no network for {self}: {error}") from error
 
@@ -48,9 +52,14 @@ class Setting:
 Network = tuple[list[Setting], list[str]]
 
 
-def make_settings(ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float) -> Network:
+def make_settings(ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: float, shard: int = 1) -> Network:
     """Return a setting for each number of ranks and each link, and notes for the user."""
     within("--delay-ms", delay_ms, 0)
+    for size in ranks:
+        if size % shard or size == shard:
+            raise SettingError(
+                f"--shard {shard} wants --ranks of several times {shard}, such as {2 * shard}, not {size}"
+            )
     try:
         check_possible()
     except LabError as error:
@@ -59,8 +68,8 @@ def make_settings(ranks: Sequence[int], mbit: Sequence[float] | None, delay_ms: 
             advice = "--mbit 0 alone measures over the loopback"
             raise SettingError(f"wanted {', '.join(wanted)}, but {error}; {advice}") from None
         note = f"over the loopback of this machine, and no bytes counted by an interface: {error}"
-        return [Setting(size, None) for size in ranks], [note]
-    return [Setting(size, link, delay_ms) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
+        return [Setting(size, None, shard=shard) for size in ranks], [note]
+    return [Setting(size, link, delay_ms, shard) for size in ranks for link in mbit or [DEFAULT_MBIT]], []
 
 
 def link_name(mbit: float | None) -> str:
@@ -81,19 +90,21 @@ def run_processes(
     mbit: float | None = None,
     delay_ms: float = 0.0,
     loss: float = 0.0,
+    shard: int = 1,
     show: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Return `[fn(*args) for each rank]`, run in `size` gloo processes that share the cores; results travel as JSON.
 
-    With `mbit`, `delay_ms` or `loss` each process is a host of a `Lab`. Without, they use the loopback. Meanwhile
-    `show()` is called once a second.
+    With `mbit`, `delay_ms` or `loss` each `shard` processes are a host of a `Lab`. Without, they use the loopback.
+    Meanwhile `show()` is called once a second.
     """
     shaped = mbit is not None or delay_ms or loss
     with (
-        Lab(size, mbit or 0.0, delay_ms, loss) if shaped else nullcontext() as lab,
+        Lab(size // shard, mbit or 0.0, delay_ms, loss) if shaped else nullcontext() as lab,
         tempfile.TemporaryDirectory() as folder,
     ):
-        arguments = (size, folder, fn, args, lab.hosts if lab else None)
+        hosts = [host for host in lab.hosts for _ in range(shard)] if lab else None
+        arguments = (size, folder, fn, args, hosts)
         context = start_processes(_process, arguments, nprocs=size, join=False)  # type: ignore[no-untyped-call]
         try:
             _wait(context, lab, show)

@@ -91,7 +91,7 @@ def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     if result["bench"] == "local":
         return [_local_table(setting) for setting in result["settings"]]
     for setting in result["settings"]:
-        where = Setting(setting["ranks"], setting["mbit"], setting["delay_ms"])
+        where = Setting(setting["ranks"], setting["mbit"], setting["delay_ms"], setting["shard"])
         title = f"{where}, n = {result['numel']:,}, density {', '.join(map(str, result['densities']))}"
         if result["bench"] == "probe":
             tables.append({"title": title, "columns": PROBED, "rows": _probe_cells(setting["probe"]), "lines": []})

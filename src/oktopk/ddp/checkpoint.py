@@ -3,6 +3,8 @@
 At the same world size every rank gets its own residual back, and goes on bit for bit. At another one every rank gets
 the mean over the saved ranks, so that the mean over the new ranks is the same.
 
+With FSDP a rank is a replica, and its residuals are DTensors, which any number of shards may load.
+
 `torch.distributed.checkpoint` keeps its table of contents as a pickle: load only checkpoints that you trust. The file
 that `Attached.state_dict` makes with `torch.save` loads with `weights_only=True`, and has no such table.
 """
@@ -13,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from oktopk.ddp.fsdp import whole_of
 from oktopk.ddp.handle import VERSION, Handle
 from oktopk.errors import StateError
 
@@ -27,10 +31,12 @@ def save_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # here, since it takes 0.7 s to import
 
     state = handle.state_dict()
-    own = {key: state[key] for key in ("residual", *handle.MORE)} | {"groups": dict(enumerate(state["groups"]))}
+    residual = {name: _whole(flat, name, handle) for name, flat in state["residual"].items()}
+    own = {"residual": residual} | {key: state[key] for key in handle.MORE}
     mine = dict(_flatten(own, f"rank{state['rank']}."))
-    shared = {key: torch.tensor(state[key]) for key in SHARED}
-    save({**mine, **shared}, checkpoint_id=path, process_group=handle.group)
+    groups = dict(_flatten({"groups": dict(enumerate(state["groups"]))}, _own_prefix(handle)))
+    shared = {key: torch.tensor(state[key]) for key in _shared_keys(handle)}
+    save({**mine, **groups, **shared}, checkpoint_id=path, process_group=_ranks_of(handle))
 
 
 def load_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
@@ -40,7 +46,10 @@ def load_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
     contents: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     if "version" not in contents or "size" not in contents:
         raise StateError(f"{path} has no residuals saved by save_distributed")
-    shared = _load(path, contents, {key: key for key in SHARED}, handle)
+    if ("shards" in contents) != bool(handle.place):
+        was, here = ("with FSDP", "without") if "shards" in contents else ("without FSDP", "with")
+        raise StateError(f"{path} was saved {was}, and this is a model {here} it")
+    shared = _load(path, contents, {key: key for key in _shared_keys(handle)}, handle)
     if int(shared["version"]) != VERSION:
         raise StateError(f"wanted a checkpoint of version {VERSION}, not of version {int(shared['version'])}")
     size, step = int(shared["size"]), int(shared["step"])
@@ -50,8 +59,12 @@ def load_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
     is_same = size == handle.size
     own = _state_of(path, contents, handle.rank if is_same else 0, handle)
     if is_same:
+        groups = own.get("groups", {})
+        if handle.place and int(shared["shards"]) == handle.place["shards"]:
+            groups = _nest(_load(path, contents, dict(_below(_own_prefix(handle), contents)), handle))["groups"]
         handle.load_residual(own["residual"], step)
-        handle.load_groups([own["groups"][number] for number in sorted(own["groups"], key=int)])
+        if groups:  # none if the shards are others
+            handle.load_groups([groups[number] for number in sorted(groups, key=int)])
     else:
         handle.load_residual(_mean_over_ranks(path, contents, size, handle), step)
     handle.load_rest(own, is_same)
@@ -69,7 +82,39 @@ def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, handle: 
 def _state_of(path: Any, contents: Mapping[str, Any], rank: int, handle: Handle) -> dict[str, Any]:
     """Return the entries of the state dict that a rank saved."""
     none: dict[str, Any] = {key: {} for key in handle.MORE}  # an empty tree has no leaf to save
-    return none | _nest(_load(path, contents, dict(_below(f"rank{rank}.", contents)), handle))
+    names = dict(_below(f"rank{rank}.", contents))
+    if not handle.place:
+        return none | _nest(_load(path, contents, names, handle))
+    return none | {"residual": _load_shards(path, dict(_below(f"rank{rank}.residual/", contents)), handle)}
+
+
+def _load_shards(path: Any, names: Mapping[str, str], handle: Handle) -> dict[str, Tensor]:
+    """Return this rank's shards, flat and padded, of residuals that were saved as DTensors."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    shards = {name: torch.zeros_like(flat) for name, flat in handle.residual.items()}
+    wanted = {key: _whole(shards[name], name, handle) for key, name in names.items()}
+    load(wanted, checkpoint_id=path, process_group=_ranks_of(handle))
+    return shards
+
+
+def _whole(flat: Tensor, name: str, handle: Handle) -> Tensor:
+    return whole_of(flat, handle.parameters[name]) if handle.place else flat
+
+
+def _own_prefix(handle: Handle) -> str:
+    """Return the beginning of the keys of this rank's algorithm states, which no other shard has."""
+    shard = f"shard{handle.place['shard']}." if handle.place else ""
+    return f"rank{handle.rank}.{shard}"
+
+
+def _shared_keys(handle: Handle) -> tuple[str, ...]:
+    return (*SHARED, "shards") if handle.place else SHARED
+
+
+def _ranks_of(handle: Handle) -> ProcessGroup | None:
+    """Return the group of all ranks that have a part of the checkpoint; None is the world."""
+    return None if handle.place else handle.group
 
 
 def _below(prefix: str, contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -82,7 +127,7 @@ def _load(path: Any, contents: Mapping[str, Any], names: Mapping[str, str], hand
     from torch.distributed.checkpoint.state_dict_loader import load
 
     wanted = {key: torch.empty(contents[key].size, dtype=contents[key].properties.dtype) for key in names}
-    load(wanted, checkpoint_id=path, process_group=handle.group)
+    load(wanted, checkpoint_id=path, process_group=_ranks_of(handle))
     return {names[key]: tensor for key, tensor in wanted.items()}
 
 

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from oktopk.algorithms import Algorithm, Dense
 from oktopk.algorithms.base import StepStats, describe
-from oktopk.comm import MeteredComm
+from oktopk.comm import Comm, MeteredComm
 from oktopk.comm.agree import check_same, gather_settings
 from oktopk.cuda.events import record_event
 from oktopk.ddp.exclude import Exclusion, excluded
@@ -64,12 +64,12 @@ class DDPConfig:
 
 @dataclass
 class Bucket:
-    """One of DDP's buckets: the gradients of these parameters, and the future of its step."""
+    """Gradients that arrive together, in the buffer of DDP's bucket or FSDP's unit, and the future of their step."""
 
     index: int
     is_last: bool
     buffer: Tensor
-    parameters: list[Tensor]
+    grads: Mapping[str, Tensor]
     done: Future[Exception | None]
     scaler: GradScaler | None = None  # the one that scaled the loss of this backward pass
     ready: torch.Event | None = None  # on a GPU: when the gradients are there
@@ -111,14 +111,14 @@ class Engine:
         sinks: Sinks,
         scaler: Any,
         may_be_unused: bool,
+        shards: Comm | None = None,
     ) -> None:
-        self.parameters, self.groups, self.comm, self.sinks = parameters, groups, comm, sinks
+        self.parameters, self.groups, self.comm, self.shards, self.sinks = parameters, groups, comm, shards, sinks
         self.numel = sum(parameter.numel() for parameter in parameters.values())
         self.config = config
         self.next_step = 0
         self.failure: BaseException | None = None
         self.is_detached = False
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._records = _Records(comm.size)
         self._scaler = scaler
         self._may_be_unused = may_be_unused
@@ -129,7 +129,7 @@ class Engine:
         self._write_lock = threading.Lock()
         self._agreed = False
         self._stream: torch.cuda.Stream | None = None
-        self._steps = Steps(groups, comm)
+        self._steps = Steps(groups, comm, shards)
         # A method of self would make a cycle, and a process group that is collected late aborts the process.
         self._log = StepLog(self._records.add, config.on_nonfinite == "raise", READBACK_DELAY)
         self._lay_out()
@@ -188,6 +188,11 @@ class Engine:
         self._log.clear()
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: the first one, and of the first shard."""
+        return self.comm.rank == 0 and (self.shards is None or self.shards.rank == 0)
+
+    @property
     def is_plain_allreduce(self) -> bool:
         """Whether the current or next step does no more than DDP would, and on the CPU."""
         context = StepContext(self.next_step, self.config.algorithm_at(self.next_step))
@@ -233,8 +238,7 @@ class Engine:
         if not self._buckets or bucket.index == 0:
             self._begin(bucket)
         self._buckets.append(bucket)
-        grads = torch.split(bucket.buffer, [parameter.numel() for parameter in bucket.parameters])
-        self._arrived.update(zip((self._names[id(each)] for each in bucket.parameters), grads, strict=True))
+        self._arrived.update(bucket.grads)
         clips = self.config.clip is not None and self._steps.context.algorithm is not None
         if clips and bucket.is_last:
             self._clip()
@@ -259,6 +263,7 @@ class Engine:
             loss_scale=loss_scale,
             may_be_unused=self._may_be_unused,
             filling=0.0 if scaler is None else math.nan,
+            divides_last=self.shards is not None,
         )
         self._steps.begin(context)
         self._buckets, self._arrived, self._waiting = [], {}, self._groups_of_step()
@@ -271,14 +276,15 @@ class Engine:
         """Return the scale of the scaler of this backward pass; say once if `attach` was not given it."""
         if not self.config.scaled:
             self.config = replace(self.config, scaled=True)
-            if not self.comm.rank:
+            if self.is_first:
                 sys.stderr.write("oktopk: a GradScaler scales the loss: its scale is used, as with attach(scaler=)\n")
         return loss_scale_of(scaler, on_device)
 
     def _clip(self) -> None:
         assert self.config.clip is not None
         context, limit = self._steps.context, self.config.clip / math.sqrt(self.comm.size)
-        factor = _clip_factor(self._arrived.values(), limit, context.loss_scale, bool(self._steps.delay))
+        on_device, grads = bool(self._steps.delay), self._arrived.values()
+        factor = _clip_factor(grads, limit, context.loss_scale, on_device, self.shards)
         self._steps.context = replace(context, grad_scale=factor / context.loss_scale)
 
     def _start_complete_groups(self) -> None:
@@ -289,7 +295,8 @@ class Engine:
 
     def _finish(self) -> None:
         """Commit the step, or leave everything as it was; then let backward() go on."""
-        assert not self._waiting, f"backward ended without a gradient for {self._waiting[0].names}"
+        unused = self._waiting and self.shards is None  # DDP brings every gradient, FSDP none of an unused unit
+        assert not unused, f"backward ended without a gradient for {self._waiting[0].names}"
         buckets, self._buckets, self.next_step = self._buckets, [], self.next_step + 1
         # A step in which an earlier one's error is raised is not committed: what backward() does not return must not be
         # missing in the residuals.
@@ -329,7 +336,7 @@ class Engine:
             self._log.drain(but=max(self._steps.delay - 1, 0) if delay is None else delay)
             self._write()
         except BaseException as error:  # whatever it is, the next backward() must hear of it, and the other ranks too
-            self.comm.fail(error)
+            self._tell_others(error)
             self.failure = self.failure or error
 
     def _write(self) -> None:
@@ -350,17 +357,27 @@ class Engine:
 
     def _give_up(self, error: BaseException, bucket: Bucket) -> None:
         """Tell backward() here, and the other ranks, why there will be no more exchanges."""
-        if not isinstance(error, (PeerError, MismatchError)):
-            self.comm.fail(error)
+        self._tell_others(error)
         self.failure = self.failure or error
         if not bucket.done.done():
             bucket.done.set_result(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _tell_others(self, error: BaseException) -> None:
+        """Leave this rank's own error where the others find it; another's is there already."""
+        if isinstance(error, (PeerError, MismatchError)):
+            return
+        self.comm.fail(error)
+        if self.shards is not None:
+            self.shards.fail(error)
 
     def agree(self) -> None:
         """Make sure that all ranks are about to do the same."""
         every = gather_settings(self._shared(), self.comm, self.groups[0].device)
         self.comm.pop()
         check_same(every)
+        if self.shards is not None:
+            common = {**self.config.settings(), "the step": self.next_step}
+            check_same(gather_settings(common, self.shards, torch.device("cpu")))
         self._agreed = True
 
     def _shared(self) -> dict[str, Any]:
@@ -381,12 +398,17 @@ class Engine:
             group.lay_out_(dense.__contains__)
 
 
-def _clip_factor(grads: Iterable[Tensor], clip: float, loss_scale: float | Tensor, on_device: bool) -> float | Tensor:
+def _clip_factor(
+    grads: Iterable[Tensor], clip: float, loss_scale: float | Tensor, on_device: bool, shards: Comm | None
+) -> float | Tensor:
     """Return the factor that scales gradients to a norm of at most `clip`, once `loss_scale` is divided out."""
     # Not by dot(): that adds up in another order where DDP has put a gradient elsewhere, as after a restart.
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
     if on_device:
         norm = torch.linalg.vector_norm(torch.stack(norms)) / loss_scale
         return torch.where(norm.isfinite() & (norm > clip), clip / norm, 1.0)
-    total = math.sqrt(math.fsum(each * each for each in map(float, norms))) / loss_scale
+    square = math.fsum(each * each for each in map(float, norms))
+    if shards is not None:  # in the order of the ranks, so that all have the same bits
+        square = math.fsum(shards.all_gather(torch.tensor([square], dtype=torch.float64)).flatten().tolist())
+    total = math.sqrt(square) / loss_scale
     return clip / total if math.isfinite(total) and total > clip else 1.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,18 +37,25 @@ class Handle:
 
     _engine: Engine
     group: dist.ProcessGroup | None
+    place: Mapping[str, int] = MappingProxyType({})
+    """With FSDP: the shard of this rank, and the number of shards."""
     MORE: tuple[str, ...] = ()
     """Further entries of one rank's state dict."""
 
     def _start(
-        self, engine: Engine, is_own_group: bool, timeout: float, leave: Callable[[], None] = lambda: None
+        self,
+        engine: Engine,
+        own: Sequence[dist.ProcessGroup],
+        timeout: float,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the worker thread, once all ranks are seen to be about to do the same. `leave` is called at the end."""
+        """Start the worker thread, once all ranks are seen to be about to do the same.
+
+        At the end `leave` is called, and the groups `own` are destroyed.
+        """
         self._engine, self.rank, self.size = engine, engine.comm.rank, engine.comm.size
         self._worker = WorkerThread()
-        self._finalizer = weakref.finalize(
-            self, _shut_down, os.getpid(), leave, self._worker, engine, self.group if is_own_group else None, timeout
-        )
+        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), leave, self._worker, engine, own, timeout)
         try:
             engine.agree()
         except MismatchError:
@@ -61,7 +69,7 @@ class Handle:
 
     @property
     def residual(self) -> dict[str, Tensor]:
-        """A copy of what this rank has not delivered yet, by parameter, flat."""
+        """A copy of what this rank has not delivered yet, by parameter, flat; with FSDP of this rank's padded shard."""
         return {name: tensor for group in self._engine.groups for name, tensor in group.by_name().items()}
 
     def residual_norm(self) -> float:
@@ -120,6 +128,7 @@ class Handle:
             "algorithm": type(self.algorithm).__name__,
             "rank": self.rank,
             "size": self.size,
+            **self.place,
             "step": self._engine.next_step,
             "residual": self.residual,
             "groups": [group.state_dict() for group in self._engine.groups],
@@ -134,12 +143,13 @@ class Handle:
         if version != VERSION:
             raise StateError(f"wanted an attachment's state dict of version {VERSION}, not of version {version!r}")
         self.check_kind(saved)
-        self.check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()})
+        self._check_parameters({name: tensor.numel() for name, tensor in saved["residual"].items()}, self._sizes_here())
         mine = {"algorithm": type(self.algorithm).__name__, "size": self.size, "rank": self.rank}
-        for what, ours in mine.items():
-            if saved[what] != ours:
-                advice = "; save_distributed and load_distributed change the world size" if what == "size" else ""
-                raise StateError(f"the state dict is of {what} {saved[what]!r}, here it is {ours!r}{advice}")
+        for what, ours in {**mine, "shards": None, "shard": None, **self.place}.items():
+            if saved.get(what) != ours:
+                changeable = what in ("size", "shards")
+                advice = "; save_distributed and load_distributed change the world size" if changeable else ""
+                raise StateError(f"the state dict is of {what} {saved.get(what)!r}, here it is {ours!r}{advice}")
         self.load_residual(saved["residual"], saved["step"])
         self.load_groups(saved["groups"])
         self.load_rest(saved, is_own=True)
@@ -169,7 +179,7 @@ class Handle:
             if all(fits):
                 return
             why = f"with another algorithm, mode or ranking than {self.algorithm}"
-        if not self.rank:
+        if self._engine.is_first:
             sys.stderr.write(f"oktopk: the state was saved {why}: residuals are kept, the algorithm starts anew\n")
 
     def _when(self) -> str:
@@ -178,7 +188,9 @@ class Handle:
 
     def __str__(self) -> str:
         numel, held = self._engine.numel, self._engine.groups[0].residual.held
-        where = f"{_short(self.algorithm)} on {count(self.size, 'rank')}"
+        ranks = count(self.size, "replica" if self.place else "rank")
+        ranks += f" of {count(self.place['shards'], 'shard')}" if self.place else ""
+        where = f"{_short(self.algorithm)} on {ranks}"
         if isinstance(self.algorithm, Dense):
             return f"{where}: every step is dense"
         kernel = "gpu (triton), steps stay there" if self._engine.on_device else kernels_for(held).name
@@ -201,12 +213,12 @@ class Handle:
         if not is_ours or held.device.type != "cpu" or kernels_for(held) is NUMPY:
             return
         seconds = compile_kernels(self.algorithm, held.dtype)
-        if seconds > 1 and not self.rank:
+        if seconds > 1 and self._engine.is_first:
             sys.stderr.write(f"oktopk: made the CPU kernels ready in {seconds:.1f} s; the steps do not wait for them\n")
 
     def announce(self) -> None:
         """Print the active settings to stderr on rank 0."""
-        if self.rank:
+        if not self._engine.is_first:
             return
         sys.stderr.write(f"oktopk: {self}\n")
         dense = self._dense_numels
@@ -230,7 +242,17 @@ class Handle:
 
     def check_parameters(self, theirs: Mapping[str, int]) -> None:
         """Refuse a state whose parameters, given by name and length, are not this model's."""
-        ours = {name: parameter.numel() for name, parameter in self._engine.parameters.items()}
+        self._check_parameters(theirs, {name: parameter.numel() for name, parameter in self.parameters.items()})
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters whose gradients are exchanged, by name; with FSDP DTensors of the whole shape."""
+        return self._engine.parameters
+
+    def _sizes_here(self) -> dict[str, int]:
+        return {name: span.stop - span.start for group in self._engine.groups for name, span in group.spans.items()}
+
+    def _check_parameters(self, theirs: Mapping[str, int], ours: Mapping[str, int]) -> None:
         if theirs != ours:
             missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
             resized = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
@@ -265,7 +287,7 @@ def _shut_down(
     leave: Callable[[], None],
     worker: WorkerThread,
     engine: Engine,
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup],
     timeout: float,
 ) -> None:
     """End what a handle started, in the process that did: a forked child has none of its threads."""
@@ -274,7 +296,7 @@ def _shut_down(
     leave()
     worker.stop(timeout)
     engine.close()
-    if group is not None and dist.is_initialized():
+    for group in groups if dist.is_initialized() else ():
         with suppress(ValueError):  # it ended with the world it was in, and this is another
             dist.destroy_process_group(group)
 

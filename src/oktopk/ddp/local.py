@@ -131,13 +131,14 @@ class LocalSteps(Handle):
         if group is None:
             group = dist.new_group(timeout=timedelta(seconds=timeout))
         self.group = group if isinstance(group, dist.ProcessGroup) else None
+        own = [self.group] if is_own and self.group is not None else []
         comm = ProcessGroupComm(group) if isinstance(group, dist.ProcessGroup) else group
         fragments = [
             make_groups([(name, self._agreed[name]) for name in part], math.inf, first_bytes=math.inf)
             for part in self._parts[self._place]
         ]
         writes = Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))
-        self._start(_LocalEngine(self._agreed, fragments, MeteredComm(comm), config, writes), is_own, timeout)
+        self._start(_LocalEngine(self._agreed, fragments, MeteredComm(comm), config, writes), own, timeout)
 
     @property
     def config(self) -> LocalConfig:
@@ -189,9 +190,9 @@ class LocalSteps(Handle):
         if self.config.delay:
             flight.sent_at = {name: self._weight(name).clone() for name in flight.names}
         for i, (group, buffer) in enumerate(zip(groups, moved, strict=True)):
-            tensors = [self._agreed[name] for name in group.names]
-            ready = record_event(buffer.device)
-            bucket = Bucket(i, i == len(groups) - 1, buffer, tensors, flight.done, ready=ready)
+            parts = torch.split(buffer, [self._agreed[name].numel() for name in group.names])
+            grads, ready = dict(zip(group.names, parts, strict=True)), record_event(buffer.device)
+            bucket = Bucket(i, i == len(groups) - 1, buffer, grads, flight.done, ready=ready)
             self._worker.jobs.put(partial(self._engine.take_and_flush, bucket))
             flight.last = bucket
         self._since = 0

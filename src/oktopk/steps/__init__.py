@@ -12,23 +12,27 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from oktopk.algorithms import Algorithm
-from oktopk.comm import MeteredComm
+from oktopk.comm import Comm, MeteredComm
 from oktopk.cuda import step as cuda_step
 from oktopk.errors import NonFiniteError
 from oktopk.steps.device import READBACK_DELAY, DeviceSteps
-from oktopk.steps.group import ParamGroup, ParamSlot, StepContext, make_groups
+from oktopk.steps.group import ParamGroup, ParamSlot, StepContext, make_groups, slot_of
 from oktopk.steps.host import HostSteps
 from oktopk.steps.made import MadeStep, StepLog
 
-__all__ = ["READBACK_DELAY", "MadeStep", "ParamGroup", "ParamSlot", "StepContext", "StepLog", "Steps", "make_groups"]
+__all__ = ["READBACK_DELAY", "MadeStep", "ParamGroup", "ParamSlot", "StepContext", "StepLog", "Steps"]
+__all__ += ["make_groups", "slot_of"]
 
 
 class Steps:
-    """Makes each step on the device where it can stay there, on the host otherwise."""
+    """Makes each step on the device where it can stay there, on the host otherwise.
 
-    def __init__(self, groups: Sequence[ParamGroup], comm: MeteredComm) -> None:
-        self._groups = groups
-        self._host, self._device = HostSteps(comm), DeviceSteps(comm)
+    `shards`: the ranks that exchange the other shards of the same model, which commit a step with these or not at all.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], comm: MeteredComm, shards: Comm | None = None) -> None:
+        self._groups, self._shards = groups, shards
+        self._host, self._device = HostSteps(comm, shards), DeviceSteps(comm)
         self._current: HostSteps | DeviceSteps = self._host
         self.context = StepContext(0, None)
 
@@ -39,7 +43,7 @@ class Steps:
 
     def on_device(self, algorithm: Algorithm | None, may_be_unused: bool = False) -> bool:
         """Whether a step of this algorithm stays on the device."""
-        if may_be_unused or not self._groups:
+        if may_be_unused or not self._groups or self._shards is not None:  # the device knows nothing of other shards
             return False
         supports = cuda_step.supports_device_step
         return all(supports(algorithm, group.numel, group.dtype, group.device) for group in self._groups)

@@ -38,6 +38,7 @@ class StepContext:
     loss_scale      factor on the means; residuals are kept without it
     may_be_unused   parameters may have no gradient on any rank, so that the ranks have to agree on which
     filling         the number that fills every mean if any rank's gradient is not finite; None: they are left alone
+    divides_last    a plain all_reduce divides the sum, as FSDP does, not each rank's part of it, as DDP does
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepContext:
     loss_scale: float | Tensor = 1.0
     may_be_unused: bool = False
     filling: float | None = 0.0
+    divides_last: bool = False
 
     @property
     def phase(self) -> str:
@@ -212,16 +214,17 @@ def make_groups(
     for name, parameter in reversed(parameters):
         kind = (dtype or parameter.dtype, parameter.device)
         slots = open_groups.setdefault(kind, [])
-        slots.append(ParamSlot(name, parameter.numel(), _rows(parameter)))
+        slots.append(slot_of(name, parameter))
         if sum(slot.numel for slot in slots) * parameter.element_size() >= limit:
             groups.append(ParamGroup(open_groups.pop(kind), *kind))
             limit = cap_bytes
     return groups + [ParamGroup(slots, *kind) for kind, slots in open_groups.items()]
 
 
-def _rows(parameter: Tensor) -> tuple[int, ...]:
+def slot_of(name: str, parameter: Tensor) -> ParamSlot:
+    """Return the slot of a parameter, or of a rank's shard of one, by its shape."""
     row = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else parameter.numel()
-    return (row,) * (parameter.numel() // max(row, 1))
+    return ParamSlot(name, parameter.numel(), (row,) * (parameter.numel() // max(row, 1)))
 
 
 def _spans(slots: Sequence[ParamSlot]) -> dict[str, slice]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from oktopk.algorithms.base import InputStatus, Reduced, StepInput, StepStats, check_finite
 from oktopk.codec.values import round_to
-from oktopk.comm import MeteredComm, Traffic
+from oktopk.comm import Comm, MeteredComm, Traffic
+from oktopk.comm.agree import gather_settings
 from oktopk.errors import NonFiniteError
 from oktopk.kernels import kernels_for
 from oktopk.kernels.reference import divide_, first_nonfinite, is_finite
@@ -38,8 +39,8 @@ class HostSteps:
 
     delay = 0
 
-    def __init__(self, comm: MeteredComm) -> None:
-        self._comm = comm
+    def __init__(self, comm: MeteredComm, shards: Comm | None = None) -> None:
+        self._comm, self._shards = comm, shards
         self._started: list[_Started] = []
         self._error: NonFiniteError | None = None
 
@@ -50,7 +51,7 @@ class HostSteps:
         """
         waits = group.waits.steps
         if group.is_plain_allreduce(context):
-            end = _start_plain_allreduce(group, grads, outs, self._comm)
+            end = _start_plain_allreduce(group, grads, outs, context, self._comm)
             self._started.append(_Started(group, outs, end, False, self._comm.pop(), waits))
             return
         reduction = _Reduction(group, dict(zip(group.names, grads, strict=True)), context, self._comm)
@@ -64,6 +65,8 @@ class HostSteps:
             if not started.commits:
                 self._end(started)
         error = error or self._error
+        if self._shards is not None:
+            error = _agree_with_shards(error, self._shards)
         for started in self._started:
             if error is not None:
                 started.group.waits.steps = started.waits
@@ -91,6 +94,16 @@ class HostSteps:
                 error = NonFiniteError(says, error.rank, error.index)
             self._error = self._error or error
         started.traffic.add_(self._comm.pop())
+
+
+def _agree_with_shards(error: NonFiniteError | None, shards: Comm) -> NonFiniteError | None:
+    """Return an error on the ranks of all shards if those of one have it: that of the first such shard."""
+    here = torch.tensor([int(error is not None)])  # on the host, also for gradients on a GPU, as the group is gloo's
+    if not int(shards.all_reduce(here)):
+        return None
+    every = gather_settings({"error": error and str(error)}, shards, here.device)
+    shard, first = next((shard, each["error"]) for shard, each in enumerate(every) if each["error"])
+    return NonFiniteError(f"shard {shard}, {first}")
 
 
 class _Reduction:
@@ -185,28 +198,31 @@ class _Reduction:
 
 
 def _start_plain_allreduce(
-    group: ParamGroup, grads: Sequence[Tensor], outs: Sequence[Tensor], comm: MeteredComm
+    group: ParamGroup, grads: Sequence[Tensor], outs: Sequence[Tensor], context: StepContext, comm: MeteredComm
 ) -> Callable[[], StepStats]:
-    """Start to sum the gradients in place, as DDP would; return the function that waits for the sum.
+    """Start to sum the gradients in place, as DDP or FSDP would; return the function that waits for the sum.
 
     A rank whose gradient is not finite puts a NaN first, which the sum carries to every rank without another message.
-    The ranks look at the whole sum only where it may overflow (`_may_overflow`).
+    The ranks look at the whole sum only where it may overflow (`_may_overflow`), as an undivided one always may.
     """
+    before, after = (1, comm.size) if context.divides_last else (comm.size, 1)
     joined = _as_one(grads)
     total = torch.cat(list(grads)) if joined is None else joined
     with comm.phase("dense_tail"):
-        largest = divide_(total, comm.size)
+        largest = divide_(total, before)
         first_bad = -1 if math.isfinite(largest) else _first_nonfinite(group, grads)
         if first_bad >= 0:
             total[0] = math.nan
         pending = comm.start_all_reduce(total)
-    checked = total if _may_overflow(largest, total.dtype, comm.size) else total[:1]
+    checked = total if after > 1 or _may_overflow(largest, total.dtype, comm.size) else total[:1]
 
     def end() -> StepStats:
         with comm.phase("dense_tail"):
             pending.wait()
         if not is_finite(checked):
             _refuse(group, first_bad, comm)
+        if after > 1:
+            total.div_(after)
         if joined is None:
             with comm.phase("apply"):
                 for out, mean in zip(outs, torch.split(total, [grad.numel() for grad in grads]), strict=True):
