@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overlap, reduce, step, volume
+from benchmarks import local_learning, overlap, reduce, step, volume
 
 TINY = ["--width", "64", "--layers", "3", "--batch", "8", "--rounds", "2"]
 
@@ -88,3 +88,13 @@ def test_overlap_times_backward_exchange_and_both() -> None:
     assert set(seconds) == {"backward", "serial", "overlapped", "exchange"}
     assert all(0 < seconds[kind]["min"] <= seconds[kind]["median"] for kind in ("backward", "serial", "overlapped"))
     assert result["buckets"] > 1  # one alone has nothing to overlap; that they do is tested in tests/ddp
+
+
+@pytest.mark.slow
+def test_local_learning_compares_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    result = local_learning.main(["--steps", "2", "--every", "1"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    received = {name: row["bytes_per_step"] for name, row in result["rows"].items()}
+    assert len(received) == 1 + len(local_learning.METHODS)
+    assert received["DDP"] == pytest.approx(received["H = 1: dense, sgd"], rel=0.01)
+    assert received["DDP"] > 40 * received["H = 1: 3 %, sgd"]

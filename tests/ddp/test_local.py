@@ -12,8 +12,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from oktopk import (
@@ -38,7 +36,7 @@ from tests.ddp.mortal import ERROR, EXCHANGE_S, Mortals
 from tests.ddp.nets import Net, loss_of
 
 NET, OTHER = Net(), Net(seed=1)  # made here, as threads share the generator
-NARROW, SQUARE = nn.Linear(4, 4, bias=False).bfloat16(), nn.Linear(700, 700, bias=False)
+NARROW, SQUARE = nn.Linear(4, 4, bias=False).bfloat16(), nn.Linear(400, 400, bias=False)
 SPARSE = OkTopk(density=0.05)
 EVERY = 4
 
@@ -304,14 +302,14 @@ def test_a_rank_receives_as_much_from_many_workers_as_from_few():
         def run(comm):
             worker = Worker(comm, algorithm, net=SQUARE, exclude=())
             with torch.no_grad():
-                worker.net.weight += torch.randn(700, 700, generator=torch.Generator().manual_seed(comm.rank))
+                worker.net.weight += torch.randn(400, 400, generator=torch.Generator().manual_seed(comm.rank))
             for _ in range(EVERY):
                 worker.local.advance()
             return worker.local.last.received_bytes
 
         return max(run_local(size, run)) * size / (size - 1)
 
-    for wire, growth in (("fp32", 1.01), ("int8", 1.2)):
+    for wire, growth in (("fp32", 1.02), ("int8", 1.25)):
         every = [received(OkTopk(density=0.03, wire=wire), size) for size in (4, 8, 32)]
         assert max(every) <= growth * min(every), wire
     few, many = (received(TopkA(density=0.03), size) for size in (4, 32))
@@ -360,10 +358,14 @@ def wide_net():
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks(4)
 def test_a_worker_may_be_several_ranks(kind):
     """Two workers of two ranks each. At density 1 they end where two plain workers do with the same samples."""
+    from torch.distributed.device_mesh import init_device_mesh  # a second of imports
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     inner = mesh["shard"]
     net = wide_net()
