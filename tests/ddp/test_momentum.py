@@ -184,6 +184,7 @@ def test_the_switch_is_told_once_and_a_stop_anywhere_around_it_changes_no_bit(ki
         assert same_bits(weights_of(second.model.module), end), stop
         assert stop <= DENSE_STEPS or "in sparse steps: momentum" not in second.said.getvalue()
         second.attached.detach()
+    by_closure.attached.detach()
     whole.attached.detach()
 
 
