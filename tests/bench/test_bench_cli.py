@@ -74,7 +74,8 @@ def test_an_exchange_in_the_lab_leaves_files_and_counts_bytes(tmp_path: Path) ->
     assert "P = 2, 1000 Mbit/s, n = 400,000, density 0.1, 2 rounds" in result["stdout"]
     for row in check_rows(*result["settings"], ["dense", "bf16", "oktopk"]).values():
         assert row["record_bytes"] < row["sent_bytes"] < (1 + HEADER_SHARE) * row["record_bytes"] + TURN_BYTES
-    assert {file.name for file in tmp_path.iterdir()} == {report.JSON, report.CSV, report.PAGE}
+    files = {report.JSON, report.CSV, report.PAGE, "methods.png", "methods.svg"}
+    assert {file.name for file in tmp_path.iterdir()} == files
 
 
 @pytest.mark.slow
