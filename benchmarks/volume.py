@@ -25,9 +25,9 @@ from torch import Tensor
 
 from oktopk import Algorithm, Comm, Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, TopkA, TopkDSA, run_local
 from oktopk.bench.machine import torch_threads
-from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
 from oktopk.selection import num_selected
+from oktopk.words import WORD_BYTES
 
 RANKS = (4, 8, 16, 32, 64)
 NOT_COUNTED = 2

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from oktopk import Dense, GTopk, OkTopk
-from oktopk.codec import HEADER_WORDS
 from oktopk.cost import Cost, agreement, predict
+from oktopk.words import HEADER_WORDS
 from tests.cases import Case, Step
 
 RELATIVE = 1e-6

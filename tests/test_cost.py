@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from oktopk import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, Reducer, SettingError, TopkA, TopkDSA
-from oktopk.codec import HEADER_WORDS
 from oktopk.cost import Call, Machine, exactly, predict
+from oktopk.words import HEADER_WORDS
 from tests.cases import PLAIN, Case, trace
 from tests.harness import on_threads
 from tests.laws import WORD_BYTES, wanted

@@ -16,9 +16,9 @@ from typing import Any
 from oktopk.algorithms import Dense, GaussianK, GTopk, OkTopk, OkTopkPaper, TopkA, TopkDSA
 from oktopk.algorithms.oktopk import capacity_of
 from oktopk.algorithms.oktopk_paper import BUCKET_PAIRS
-from oktopk.codec import HEADER_WORDS
 from oktopk.errors import SettingError
 from oktopk.selection import BAND, SKETCH, num_selected
+from oktopk.words import HEADER_WORDS
 
 INT64_WORDS = 2
 SPARE_WORDS = {"fp32": 1, "bf16": 1, "int8": 2}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk.codec import HEADER_WORDS
+from oktopk.words import HEADER_WORDS
 from tests.cases import algorithms
 
 LIAR, HONEST = 1, 0

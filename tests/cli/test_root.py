@@ -24,9 +24,9 @@ for command in json.loads(sys.argv[1]):
     found[command[0]] = sorted({name.split(".")[1] for name in set(sys.modules) - before if name.startswith("oktopk.")})
 print(json.dumps(found))
 """
-BARE = """
+WITHOUT = """
 import sys
-for name in ("torch", "numpy", "typer", "click", "rich"):
+for name in sys.argv.pop(1).split():
     sys.modules[name] = None  # an import of it fails
 from oktopk.__main__ import main
 main(sys.argv[1:])
@@ -39,7 +39,7 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def bare(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command line where only the standard library can be imported."""
-    return run(sys.executable, "-c", BARE, *args, **env)
+    return run(sys.executable, "-c", WITHOUT, "torch numpy typer click rich", *args, **env)
 
 
 def test_doctor_report_and_bench_import_no_trainer_and_no_other_command() -> None:
@@ -69,6 +69,17 @@ def test_the_root_needs_only_python(args: list[str], status: int, said: str) -> 
     assert (done.returncode, said in done.stdout + done.stderr) == (status, True)
 
 
+@pytest.mark.parametrize("args", [["report", "--text", "RUN"], ["report", "RUN"], ["watch", "RUN"], ["report", "-h"]])
+def test_report_and_watch_need_no_torch(args: list[str], tmp_path: Path) -> None:
+    """They start in a fraction of a second, also on a laptop to which a run was copied."""
+    lines = [{"kind": "run", "version": 1, "workers": 2}, {"kind": "event", "event": "end", "step": 0, "message": "."}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given = [str(tmp_path) if word == "RUN" else word for word in args]
+    out = ["-o", str(tmp_path / "page.html")] if args == ["report", "RUN"] else []
+    done = run(sys.executable, "-c", WITHOUT, "torch", *given, *out)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_lists_the_commands() -> None:
     assert {line.split()[0] for line in bare("--help").stdout.splitlines() if line.startswith("  ")} > set(COMMANDS)
 
@@ -81,6 +92,14 @@ def test_a_commands_help_is_plain_and_keeps_the_lines_of_examples(words: str) ->
     assert (done.exit_code, "─" in done.stdout) == (0, False)
     examples = {"bench exchange": "--mbit 100,1000,0 --out results\n", "data an4": ".tar.gz --out data/an4\n"}
     assert examples.get(words, "-h, --help") in done.stdout
+
+
+@pytest.mark.parametrize("group", ["bench", "data"])
+def test_lines_about_commands_are_whole_at_80_columns(group: str) -> None:
+    from tests.commands import invoke
+
+    shown = invoke(group, "-h", columns=80).stdout
+    assert "..." not in shown.split("Commands:")[1]
 
 
 def test_completion_offers_commands_and_their_options() -> None:

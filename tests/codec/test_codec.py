@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oktopk import MalformedError, Sparse
-from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec import Codec
 from oktopk.codec.values import WIRES, round_to
+from oktopk.words import HEADER_WORDS
 
 wires, floats = st.sampled_from(list(WIRES)), st.sampled_from([torch.float32, torch.float64])
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -14,12 +14,13 @@ import torch
 from numba.core import config
 
 from oktopk import MalformedError, Sparse
-from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec import Codec
 from oktopk.codec.indices import field_words
 from oktopk.codec.values import WIRES
 from oktopk.kernels import REFERENCE, WORTH_COMPILING
 from oktopk.kernels.numba_cpu import NumbaKernels
 from oktopk.kernels.reference import bits_of
+from oktopk.words import HEADER_WORDS
 
 LENGTHS = (0, 1, 7, 127, 128, 129, 1000, 4096, 4097, WORTH_COMPILING - 1, WORTH_COMPILING + 3, 70_000)
 NUMBA = NumbaKernels()

@@ -95,7 +95,7 @@ def step(
     rounds: Rounds = 7,
     out: Out = None,
 ) -> None:
-    """Time a whole DDP or FSDP step of a model, by each method in turn.
+    """Time a step of a DDP or FSDP model, by each method in turn.
 
     A step is forward, backward and exchange. The row "no exchange" is the same step under no_sync(): the lower bound.
 
@@ -152,7 +152,7 @@ def local(
     rounds: Rounds = 2,
     out: Out = None,
 ) -> None:
-    """Measure the part of the time that workers of local steps compute.
+    """Measure how much of the time workers of local steps compute.
 
     DDP makes one step, with its exchange all behind the computing. The others make rounds of H steps.
 

@@ -19,11 +19,11 @@ from oktopk.algorithms import Algorithm
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours
 from oktopk.bench.models import make_pool
 from oktopk.bench.processes import Setting
-from oktopk.codec import WORD_BYTES
 from oktopk.comm import Comm, Pending, ProcessGroupComm
 from oktopk.cost import Call, Cost, Machine, exactly, predict, ring_words
 from oktopk.reducer import Reducer
 from oktopk.selection import num_selected
+from oktopk.words import WORD_BYTES
 
 SHARE = 2
 """Divisor of numel for computing, because far fewer elements would fit into a cache."""

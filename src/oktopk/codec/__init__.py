@@ -24,9 +24,7 @@ from oktopk.codec.values import num_words
 from oktopk.errors import MalformedError
 from oktopk.kernels import kernels_for
 from oktopk.sparse import Sparse
-
-HEADER_WORDS = 4
-WORD_BYTES = 4
+from oktopk.words import HEADER_WORDS
 
 _LOW = (1 << 31) - 1
 

@@ -6,6 +6,7 @@ No package is imported to learn its version; triton, above all, is imported only
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,8 @@ def _of_cpu() -> Iterator[Finding]:
     try:
         import oktopk.kernels.numba_cpu  # noqa: F401
     except ImportError as error:  # and the compiled kernels are more than twice as fast
-        found = f"{large.name}: numba cannot be imported ({error})"
+        why = f"numba cannot be imported ({error})" if find_spec("numba") else "numba is not installed"
+        found = f"{large.name}: {why}"
         yield Finding("kernels", "cpu", found, NOTE, "pip install 'oktopk[cpu]'")
 
 

@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run's folder, or its metrics.jsonl.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="A run's folder, or its metrics.jsonl.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help=f"The page; without it {PAGE}, here.")] = None,
     text: Annotated[bool, typer.Option("--text", help="The tables on this terminal, and no page.")] = False,
     csv: Annotated[Path | None, typer.Option(metavar="DIR", help="Every table as a CSV file, every step too.")] = None,

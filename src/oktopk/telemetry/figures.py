@@ -7,7 +7,7 @@ import numpy as np
 
 from oktopk.telemetry.run import Floats, Run, sum_known
 from oktopk.telemetry.schema import SPLIT, mean
-from oktopk.telemetry.summary import verdict
+from oktopk.telemetry.verdict import verdict
 
 
 def finite(value: float | None) -> float | None:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from oktopk.algorithms.base import StepStats
-from oktopk.codec import WORD_BYTES
 from oktopk.comm import Traffic
 from oktopk.selection import num_selected
 from oktopk.telemetry.schema import StepRecord, catalogue
+from oktopk.words import WORD_BYTES
 
 
 def sparsity_of(nnz: int, numel: int) -> float:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.codec import HEADER_WORDS, WORD_BYTES
 from oktopk.telemetry.reader import MetricsReader, Record, metrics_of
 from oktopk.telemetry.schema import PHASES, SPLIT, EpochRecord, TrainStep, catalogue
+from oktopk.words import HEADER_WORDS, WORD_BYTES
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -7,7 +7,6 @@ import torch
 from rich.table import Table
 
 from oktopk.algorithms import OkTopk
-from oktopk.codec import WORD_BYTES
 from oktopk.cost import predict
 from oktopk.cuda.step import supports_device_step
 from oktopk.ddp.exclude import smallest
@@ -15,6 +14,7 @@ from oktopk.selection import num_selected
 from oktopk.telemetry.format import count, format_bytes
 from oktopk.train.config import Config
 from oktopk.train.models import make_model
+from oktopk.words import WORD_BYTES
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.telemetry.summary import verdict
+from oktopk.telemetry.verdict import verdict
 
 SECONDS = st.floats(0.01, 10.0)
 
