@@ -181,7 +181,7 @@ def test_plots_have_the_data_of_the_rank_that_is_chosen(browser: Any, pages: Pat
     points = [(x, y) for x, y in zip(shown["x"], shown["y"], strict=True) if y is not None and y == y]
     known = [(step["step"], near([step["loss"]])) for step in steps if step["loss"] is not None]
     assert [(x, [y]) for x, y in points] == known
-    assert seen.plot("bytes-0")["side dense"]["y"] == near(step["sent_by_phase"]["dense_tail"] for step in steps)
+    assert seen.plot("bytes-0")["dense_tail"]["y"] == near(step["sent_by_phase"]["dense_tail"] for step in steps)
     for rank in (0, 2, 1):
         seen.page.locator(f'.ranks button[data-rank="{rank}"]').click()
         figures = [step["ranks"][rank] for step in steps]

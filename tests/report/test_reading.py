@@ -102,7 +102,7 @@ def test_an_earlier_version_lacks_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_what_a_jsonl_sink_wrote(tmp_path: Path) -> None:
-    """A DDP script's own file, of steps alone: cards without figures are left out."""
+    """A DDP script's own file, of steps and losses: cards, charts and series without figures are left out."""
     figures: dict[str, Any] = {
         "phase": "sparse", "numel": 100, "wanted": 10, "selected": 9, "nnz": 8, "sparsity": 0.92, "world_size": 2,
         "compression_ratio": 12.5, "nominal_bytes": 64, "sent_bytes": 50, "received_bytes": 50, "messages": 1,
@@ -111,13 +111,16 @@ def test_what_a_jsonl_sink_wrote(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "written.jsonl")
     for number in range(3):
         sink.write(StepRecord(step=number, **figures))
+        sink.log({"kind": "log", "step": number, "figures": {"loss": 3.0 - number}})
     sink.close()
     report = report_of(tmp_path, (tmp_path / "written.jsonl").read_text(), "mine.jsonl")
     assert report.run.name == "mine"
     cards = {card.name: card.value for card in report.cards}
     assert (cards["steps"], cards["sent, of dense"]) == (3, 150 / (3 * 400))
     assert None not in cards.values()
-    assert {chart.name for charts in report.charts.values() for chart in charts} >= {"bytes", "phases", "communication"}
+    charts = {chart.name: chart for charts in report.charts.values() for chart in charts}
+    assert charts.keys() >= {"bytes", "phases", "communication"}
+    assert [series.name for group in charts["loss"].groups for series in group.series] == ["loss"]
     assert "settings are not known" in banners(report)
 
 

@@ -81,8 +81,13 @@ def charts_of(run: Run) -> dict[str, list[Chart]]:
 
 
 def _known(charts: Sequence[Chart]) -> list[Chart]:
-    """Return the charts that have something to show."""
-    return [c for c in charts if any(np.isfinite(series.y).any() for group in c.groups for series in group.series)]
+    """Return the charts that have something to show, with the series that do."""
+    known = [replace(chart, groups=[each for each in map(_with_data, chart.groups) if each.series]) for chart in charts]
+    return [chart for chart in known if chart.groups]
+
+
+def _with_data(group: Group) -> Group:
+    return replace(group, series=[series for series in group.series if np.isfinite(series.y).any()])
 
 
 def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -152,7 +157,9 @@ def _marks(run: Run) -> list[tuple[dict[str, float], str]]:
 def _learning(run: Run) -> list[Chart]:
     loss, known = run.loss, ~np.isnan(run.column("residual_norm"))
     recorded = "The mean over workers.", _loss_unit(run)
-    about, unit = ("As the script logged it.", "loss") if "loss" in run.logged_names else recorded
+    is_logged = "loss" in run.logged_names
+    about, unit = ("As the script logged it.", "loss") if is_logged else recorded
+    each_step = Series("loss" if is_logged else "training, each step", loss, "muted", "faint")
     losses = {"training, mean of an epoch": ("train_loss", "blue"), "validation": ("val_loss", "orange")}
     errors = {"WER": ("wer", "orange"), "CER": ("cer", "green")}
     norms = [Group(_steps(run), [Series("gradient delivered", run.column("grad_norm"), "muted", "faint")])]
@@ -162,8 +169,7 @@ def _learning(run: Run) -> list[Chart]:
     defined: dict[str, Any] = {"marks": _marks(run), "definition": TRAINING}
     return [
         Chart("loss", "Loss", about, unit,
-              [Group(_steps(run), [Series("training, each step", loss, "muted", "faint")]),
-               _over_epochs(run, losses)], AXES, log=not (loss <= 0).any(), wide=True, **defined),
+              [Group(_steps(run), [each_step]), _over_epochs(run, losses)], AXES, log=not (loss <= 0).any(), wide=True, **defined),
         Chart("errors", "Word and character errors", "Of the validation set; WER may pass 1.",
               "errors a word, a character", [_over_epochs(run, errors)], AXES, **defined),
         Chart("bits", "Bits a byte", "Of the validation set.", "bits a byte",
@@ -200,7 +206,8 @@ def _compression(run: Run) -> list[Chart]:
               curves({"compression ratio": run.column("compression_ratio")}), **defined),
         Chart("selected", "Selected and delivered, of k", "k is what the density asks for: 1 is just that.",
               "elements / k", curves(of_k), from_zero=False, **defined),
-        Chart("thresholds", "Thresholds", "What an element must reach to be sent, and to be delivered.", "score",
+        Chart("thresholds", "Thresholds",
+              "What an element must reach to be sent, and to be delivered. A sweep delivers small ones, too.", "score",
               curves(thresholds, run.is_sparse), log=True),
     ]  # fmt: skip
 
@@ -209,7 +216,7 @@ def _traffic(run: Run) -> list[Chart]:
     order = ("exchange", "gather", "dense_tail", "headers", "agree")
     parts = run.bytes_by_part()
     named = [name for name in order if name in parts] + [name for name in parts if name not in order]
-    stack = [Series("side dense" if name == "dense_tail" else name, parts[name], name, "area") for name in named]
+    stack = [Series(name, parts[name], name, "area") for name in named]
     dense = Series("dense would send", run.dense_bytes, "muted", "dash")
     bound = [Series(f"bound {run.bound_words}k(P-1)/P", run.bound_bytes, "red", "dash")] if run.bound_words else []
     sparse = run.bound_bytes if bound else run.column("sent_bytes")[run.is_sparse]

@@ -164,7 +164,7 @@
     logAxis() {
       const shown = this.groups.flatMap((group) => group.series.map((series) => series.y)).flatMap((y) => Array.from(y).filter((value) => value > 0));
       const low = this.chart.labels.length ? 1 : Math.min(...shown), high = Math.max(...shown);
-      const digits = high / low < 20 ? [1, 2, 3, 5] : high / low < 1000 ? [1, 3] : [1];
+      const digits = high / low < 3 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9] : high / low < 20 ? [1, 2, 3, 5] : high / low < 1000 ? [1, 3] : [1];
       const tickvals = [];
       for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
         tickvals.push(...digits.map((digit) => Number(`${digit}e${power}`)));
