@@ -12,12 +12,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 55
 
 
-def run(*command):
+def run(*command, cwd=None):
     """Run Python with the examples importable; nothing here may take longer than a test may."""
     path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 @pytest.mark.slow
@@ -33,6 +33,34 @@ def test_the_readmes_lines_run_under_torchrun():
     assert losses[-1] < 0.9 * losses[0]
     assert re.findall(r"(dense|sparse) +sparsity", done.stdout) == ["dense"] * 2 + ["sparse"] * 4
     assert "compression was active on 40 of 60 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_first_hours_script_prints_the_figures_of_its_page(tmp_path):
+    """Times differ from run to run. The rows of counts and bytes do not, but for the processor's rounding."""
+    page = (EXAMPLES.parent / "docs" / "first-hour.md").read_text()
+    (tmp_path / "ddp.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown, printed = (figures_of(text) for text in (page, done.stdout))
+    assert len(shown) == 4
+    for name, figures in shown.items():
+        assert printed[name] == pytest.approx(figures, rel=0.02), name
+    for line in ("compression was active on 100 of 120 steps", "oktopk: OkTopk(density=0.03) on 2 ranks: 20 dense"):
+        assert line in page
+        assert line in done.stdout + done.stderr
+    report = run("-m", "oktopk", "report", "--text", tmp_path / "metrics.jsonl")
+    assert report.returncode == 0, report.stderr
+    for row in (r"│ loss +│ +0\.1", r"│ steps +│ +120 │ 20 dense, 100 sparse", r"│ sent, of dense +│ +18\.\d %"):
+        assert re.search(row, page)
+        assert re.search(row, report.stdout)
+
+
+def figures_of(text):
+    """Return the summary's rows that do not depend on the machine: its dense and its sparse figure, by name."""
+    rows = re.findall(r"^(steps|sparsity|sent_bytes_per_step|sent, of a dense step) {2,}(\S+).*? {2,}(\S+)", text, re.M)
+    return {name: [float(figure.replace(",", "")) for figure in figures] for name, *figures in rows}
 
 
 @pytest.mark.slow
