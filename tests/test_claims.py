@@ -1,12 +1,15 @@
 """Claims about the default in README and guide are claims about `OkTopk()` as `attach` runs it."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import oktopk
 from oktopk.cost import predict
+from oktopk.ddp.exclude import SMALL
+from oktopk.ddp.momentum import ADAM, SGD
 
 ROOT = Path(__file__).parents[1]
 NUMEL, SIZE = 27_569_568, 4
@@ -22,9 +25,14 @@ def default():
     return oktopk.OkTopk()
 
 
+def of_dense_of(algorithm):
+    """Return the part of dense's bytes that an algorithm sends, as the whole number under 1."""
+    return int(predict(oktopk.Dense(), NUMEL, SIZE).typical / predict(algorithm, NUMEL, SIZE).typical)
+
+
 def test_the_readme_states_density_wire_and_bytes_of_the_default(default):
     words = predict(default, NUMEL, SIZE).typical
-    of_dense = int(predict(oktopk.Dense(), NUMEL, SIZE).typical / words)
+    of_dense = of_dense_of(default)
     per_k = words / (int(NUMEL * default.density) * (SIZE - 1) / SIZE)
     readme, percent = text_of("README.md"), f"{100 * default.density:g} %"
     wire = default.codec(NUMEL).wire
@@ -32,6 +40,22 @@ def test_the_readme_states_density_wire_and_bytes_of_the_default(default):
     assert f"as `attach` runs it ({percent} of the values as {wire})" in readme
     assert f"sends {percent} of the values as {wire} with packed indices" in readme
     assert f"At P = {SIZE} that is {per_k:.1f}k(P-1)/P words, 1/{of_dense} of dense." in readme
+    on_gpu = of_dense_of(replace(default, wire="fp32"))  # a step there sends float32
+    assert f"it sends float32, 1/{on_gpu} of dense" in readme
+    assert f"1/{on_gpu} of dense on a GPU, not 1/{of_dense}" in text_of("docs/gpu.md")
+    assert f"sends the {percent} of the gradient that matter" in text_of("docs/index.md")
+
+
+def test_the_pages_of_cost_state_the_bytes_of_the_default(default):
+    def pair_bytes(density):
+        chosen = replace(default, density=density)
+        return 4 * predict(chosen, NUMEL, SIZE).typical / (2 * 1.25 * NUMEL * density * (SIZE - 1) / SIZE)
+
+    said = f"takes {pair_bytes(0.01):.2f} bytes at a density of 1 %, and {pair_bytes(default.density):.2f}"
+    assert f"{said} at {100 * default.density:g} %" in text_of("docs/accounting.md")
+    megabytes = 4 * predict(default, NUMEL, SIZE).typical / 1e6
+    wire = default.codec(NUMEL).wire
+    assert f"{megabytes:.1f} MB, which is {100 * default.density:g} % as {wire}" in text_of("docs/performance.md")
 
 
 def test_the_guide_states_the_arguments_that_attach_has_by_default(default):
@@ -39,3 +63,12 @@ def test_the_guide_states_the_arguments_that_attach_has_by_default(default):
     assert oktopk.make_algorithm(defaults["algorithm"]) == default
     same = f"attach(model, oktopk.OkTopk(), dense_steps={defaults['dense_steps']})"
     assert f"sparse = oktopk.attach(model) # the same as {same}" in text_of("docs/guide.md")
+    for page in ("README.md", "docs/index.md"):
+        assert same[:-1] in text_of(page)
+
+
+def test_the_guide_states_the_limits_in_the_code():
+    guide = text_of("docs/guide.md")
+    assert f"| SGD, Nesterov's too | at most {SGD.sparse_momentum:g} |" in guide
+    assert f"| Adam, AdamW | beta1 at most {ADAM.sparse_momentum:g} |" in guide
+    assert f"fewer than {SMALL:,} elements" in guide

@@ -168,8 +168,8 @@ def _learning(run: Run) -> list[Chart]:
         norms.append(Group(_steps(run, known), [residual]))
     defined: dict[str, Any] = {"marks": _marks(run), "definition": TRAINING}
     return [
-        Chart("loss", "Loss", about, unit,
-              [Group(_steps(run), [each_step]), _over_epochs(run, losses)], AXES, log=not (loss <= 0).any(), wide=True, **defined),
+        Chart("loss", "Loss", about, unit, [Group(_steps(run), [each_step]), _over_epochs(run, losses)],
+              AXES, log=not (loss <= 0).any(), wide=True, **defined),
         Chart("errors", "Word and character errors", "Of the validation set; WER may pass 1.",
               "errors a word, a character", [_over_epochs(run, errors)], AXES, **defined),
         Chart("bits", "Bits a byte", "Of the validation set.", "bits a byte",
