@@ -7,7 +7,7 @@ The futures of all buckets are completed together, once every rank's whole gradi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ from oktopk.ddp.fsdp import FSDPWrapper
 from oktopk.ddp.handle import Handle, algorithm_of
 from oktopk.ddp.hook import DDPWrapper, hook_of, is_fsdp2
 from oktopk.ddp.loss_scale import forget_scalers, scaler_of_this_backward, watch_scalers
-from oktopk.ddp.momentum import SparseMomentum, optimizers_of, warn_of_momentum
-from oktopk.errors import SettingError, one_of, within
+from oktopk.ddp.momentum import SparseMomentum, lr_factor, optimizers_of, warn_of_momentum
+from oktopk.ddp.updates import Updates, can_exchange_updates
+from oktopk.errors import SettingError, StateError, one_of, within
 from oktopk.telemetry.format import count
 from oktopk.telemetry.schema import StepRecord
 from oktopk.telemetry.sinks import SINK_PATIENCE_S, Sink, Sinks
@@ -67,9 +68,10 @@ def attach(
     scaler              your torch.amp.GradScaler: residuals are kept in unscaled units, whatever the scale does. If
                         none is given, `GradScaler.scale` is wrapped to find the one that scaled each loss. Anything
                         with is_enabled() and get_scale() will do
-    optimizer           the model's optimizer, or several: in sparse steps they get a lower momentum (SGD, Adam, AdamW;
-                        Muon and others keep theirs). If none is given, a momentum known to be harmful is warned of
-    sparse_momentum     that momentum, where the optimizer's own is not less; default: 0.5 for SGD, 0.7 for Adam
+    optimizer           the model's optimizer, or several. With Adam, AdamW and Muon sparse steps exchange what each
+                        rank's optimizers moved, not the gradients, from within their step(). SGD and Adam get a lower
+                        momentum in sparse steps. If none is given, a momentum known to be harmful is warned of
+    sparse_momentum     that momentum, where the optimizer's own is not less; default: 0.5
     sinks               where the records go: `JsonlSink`, `TensorBoardSink`, `MemorySink`, or any callable
     group               a process group for the exchange alone (default: a new one with the ranks of the model's)
     mesh                FSDP: the replicate dimension of the mesh, along which each shard is exchanged
@@ -93,6 +95,8 @@ def attach(
     if sparse_momentum is not None and optimizer is None:
         raise SettingError("sparse_momentum is set in an optimizer: give attach optimizer=, too")
     optimizers = None if optimizer is None else optimizers_of(optimizer, model.parameters())
+    can_keep = isinstance(wrapper, DDPWrapper) and not wrapper.is_mixed
+    config.exchanges_updates = can_keep and can_exchange_updates(optimizers, wrapper.parameters.values())
     for _, density in config.density_schedule:
         config.algorithm.with_density(density)  # raises if the algorithm has none
     if not config.scaled:
@@ -133,7 +137,12 @@ class Attached(Handle):
         self.device = groups[0].device
         writes = Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))  # a sink is dropped before the other ranks give up
         engine = Engine(parameters, groups, comm, config, writes, scaler, wrapper.may_be_unused, shards)
-        self._start(engine, own, timeout, _lower_momentum(engine, optimizers))
+        self._updates = Updates(engine, optimizers) if config.exchanges_updates and optimizers else None
+        leave = _lower_momentum(engine, optimizers, self._updates)
+        self._start(engine, own, timeout, partial(_leave, leave, self._updates))
+        if self._updates is not None:
+            self.MORE = ("updates",)
+            self._updates.begin(self._worker.jobs)
 
     @property
     def active(self) -> bool:
@@ -147,7 +156,12 @@ class Attached(Handle):
         return self._engine.next_step
 
     def detach(self) -> None:
-        """Go back to plain DDP: finish the current step, join the worker, close the sinks. Residuals stay readable."""
+        """Go back to plain DDP: finish the current step, join the worker, close the sinks. Residuals stay readable.
+
+        Where updates were exchanged, all ranks call it: they get the mean of all optimizers' moments.
+        """
+        if self._updates is not None and self._updates.has_begun and self.active:
+            self._updates.agree_()
         hook = hook_of(self._model())
         if hook is not None and hook.target is self:
             hook.target = None
@@ -156,7 +170,8 @@ class Attached(Handle):
 
     def _when(self) -> str:
         steps = self._engine.config.dense_steps
-        return f"{count(steps, 'dense step')}, then sparse" if steps else "sparse from the first step"
+        when = f"{count(steps, 'dense step')}, then sparse" if steps else "sparse from the first step"
+        return when + ", of the optimizer's updates" * self._engine.config.exchanges_updates
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP, on the autograd thread, and return at once."""
@@ -180,8 +195,32 @@ class Attached(Handle):
             scaler=scaler_of_this_backward() if self.looks_for_scaler else None,
             ready=record_event(buffer.device),
         )
-        self.submit(taken)
+        if self._updates is not None and self._updates.is_due:
+            if not in_backward:
+                raise SettingError(
+                    "Join is not supported with optimizer=: leave optimizer= out, or give all ranks data"
+                )
+            self._updates.keep(taken)
+        else:
+            self.submit(taken)
         return self._done.then(partial(_outcome, taken, in_backward))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with which this rank resumes bit for bit; every rank saves its own."""
+        return super().state_dict() | ({} if self._updates is None else {"updates": self._updates.state_dict()})
+
+    def load_rest(self, saved: Mapping[str, Any], is_own: bool) -> None:
+        """Go on with this rank's moments of its optimizers; those of another rank stay with it."""
+        updates = saved.get("updates", {})
+        if bool(updates) != (self._updates is not None) and any(
+            bool(each.any()) for each in saved["residual"].values()
+        ):
+            kinds = {True: "updates, from attach(optimizer=)", False: "gradients"}
+            raise StateError(f"wanted residuals of {kinds[not updates]}, and these are of {kinds[bool(updates)]}")
+        if self._updates is not None:
+            self._updates.load_state_dict(
+                updates if is_own else {key: updates[key] for key in updates if key == "begun"}
+            )
 
     def submit(self, bucket: Bucket) -> None:
         """Have a bucket's gradients reduced, by the worker where that takes a thread of its own."""
@@ -194,6 +233,13 @@ class Attached(Handle):
             self._engine.take(bucket)
             if bucket.is_last:
                 self._worker.jobs.put(self._engine.flush_records)
+
+
+def _leave(restore: Callable[[], None], updates: Updates | None) -> None:
+    """Leave the optimizers as they were before."""
+    restore()
+    if updates is not None:
+        updates.close()
 
 
 def _outcome(bucket: Bucket, in_backward: bool, done: Future[Exception | None]) -> Tensor:
@@ -228,9 +274,14 @@ def _wrapper_of(model: nn.Module, group: dist.ProcessGroup | None, mesh: DeviceM
     return DDPWrapper(model, group)
 
 
-def _lower_momentum(engine: Engine, optimizers: Sequence[Optimizer] | None) -> Callable[[], None]:
+def _lower_momentum(
+    engine: Engine, optimizers: Sequence[Optimizer] | None, updates: Updates | None
+) -> Callable[[], None]:
     """Lower the momentum of these optimizers in sparse steps, or warn of it; return the way back."""
     speaks = engine.is_first
     if optimizers is None:
         return warn_of_momentum(engine.parameters.values(), engine.is_sparse, speaks)
-    return SparseMomentum(optimizers, engine.config.sparse_momentum, engine.is_sparse, speaks).close
+    most = engine.config.sparse_momentum
+    if updates is None:
+        return SparseMomentum(optimizers, most, engine.is_sparse, speaks).close
+    return SparseMomentum(optimizers, most, updates.is_update, speaks, lr_factor(engine.comm.size)).close

@@ -44,6 +44,7 @@ class DDPConfig:
     on_nonfinite: str
     scaled: bool = False  # a GradScaler scales the loss
     sparse_momentum: float | None = None  # of the optimizers; None: of each kind its own
+    exchanges_updates: bool = False  # sparse steps exchange what the optimizers moved
 
     def algorithm_at(self, step: int) -> Algorithm | None:
         """Return the algorithm of a step, with the density that the schedule gives it; None for a dense step."""
@@ -58,7 +59,15 @@ class DDPConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that all ranks must share; each knows its own `exclude` only as the names it chooses."""
-        rest = ("dense_steps", "clip", "density_schedule", "on_nonfinite", "scaled", "sparse_momentum")
+        rest = (
+            "dense_steps",
+            "clip",
+            "density_schedule",
+            "on_nonfinite",
+            "scaled",
+            "sparse_momentum",
+            "exchanges_updates",
+        )
         return {"algorithm": describe(self.algorithm.given), **{name: getattr(self, name) for name in rest}}
 
 
@@ -74,6 +83,7 @@ class Bucket:
     scaler: GradScaler | None = None  # the one that scaled the loss of this backward pass
     ready: torch.Event | None = None  # on a GPU: when the gradients are there
     over: torch.Event | None = None  # on a GPU: when the means are there
+    is_update: bool = False  # what the optimizers moved, which has no loss scale and is not clipped
     came_s: float = field(default_factory=time.perf_counter)
 
 
@@ -119,6 +129,7 @@ class Engine:
         self.next_step = 0
         self.failure: BaseException | None = None
         self.is_detached = False
+        self.refusal: NonFiniteError | None = None  # of gradients that ranks kept: their update is not committed
         self._records = _Records(comm.size)
         self._scaler = scaler
         self._may_be_unused = may_be_unused
@@ -221,12 +232,12 @@ class Engine:
             if self.failure is not None:
                 raise PeerError(f"oktopk stopped at an earlier error: {self.failure}")
             if bucket.ready is not None:
-                self._follow(bucket.ready, bucket.buffer.device)
+                self.follow(bucket.ready, bucket.buffer.device)
             self._take(bucket)
         except BaseException as error:  # whatever it is, backward() must hear of it, and the other ranks too
-            self._give_up(error, bucket)
+            self.give_up(error, bucket)
 
-    def _follow(self, ready: torch.Event, device: torch.device) -> None:
+    def follow(self, ready: torch.Event, device: torch.device) -> None:
         """Work on a stream of the exchange's own, behind what makes the gradients."""
         if self._stream is None:  # this thread keeps it: to choose it anew each time takes longer
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -239,7 +250,7 @@ class Engine:
             self._begin(bucket)
         self._buckets.append(bucket)
         self._arrived.update(bucket.grads)
-        clips = self.config.clip is not None and self._steps.context.algorithm is not None
+        clips = self.config.clip is not None and self._steps.context.algorithm is not None and not bucket.is_update
         if clips and bucket.is_last:
             self._clip()
         if bucket.is_last or not clips:  # the norm of the gradient is not known before all of it is here
@@ -248,25 +259,38 @@ class Engine:
             self._finish()
 
     def _begin(self, bucket: Bucket) -> None:
-        if not self._agreed:
-            self.agree()
-        algorithm = self.config.algorithm_at(self.next_step)
-        on_device = self._steps.on_device(algorithm, self._may_be_unused)
+        self.go_on()
+        algorithm, may_be_unused = (
+            self.config.algorithm_at(self.next_step),
+            self._may_be_unused and not bucket.is_update,
+        )
+        on_device = self._steps.on_device(algorithm, may_be_unused)
         if not on_device:
             self._log.drain()
-        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else bucket.scaler
+        scaler = None if bucket.is_update else self.scaler_of(bucket)
         loss_scale = 1.0 if scaler is None else self._loss_scale(scaler, on_device)
         context = StepContext(
             step=self.next_step,
             algorithm=algorithm,
             grad_scale=1.0 / loss_scale,
             loss_scale=loss_scale,
-            may_be_unused=self._may_be_unused,
+            may_be_unused=may_be_unused,
             filling=0.0 if scaler is None else math.nan,
             divides_last=self.shards is not None,
         )
         self._steps.begin(context)
         self._buckets, self._arrived, self._waiting = [], {}, self._groups_of_step()
+
+    def go_on(self) -> None:
+        """Go on with the exchange, unless it has failed, once all ranks are seen to be about to do the same."""
+        if self.failure is not None:
+            raise PeerError(f"oktopk stopped at an earlier error: {self.failure}")
+        if not self._agreed:
+            self.agree()
+
+    def scaler_of(self, bucket: Bucket) -> Any:
+        """Return the GradScaler that scaled the loss of a bucket's gradients; None if there was none."""
+        return self._scaler if self._scaler is not None and self._scaler.is_enabled() else bucket.scaler
 
     def _groups_of_step(self) -> list[ParamGroup]:
         """Return the groups whose gradients a step brings."""
@@ -284,7 +308,7 @@ class Engine:
         assert self.config.clip is not None
         context, limit = self._steps.context, self.config.clip / math.sqrt(self.comm.size)
         on_device, grads = bool(self._steps.delay), self._arrived.values()
-        factor = _clip_factor(grads, limit, context.loss_scale, on_device, self.shards)
+        factor = clip_factor(grads, limit, context.loss_scale, on_device, self.shards)
         self._steps.context = replace(context, grad_scale=factor / context.loss_scale)
 
     def _start_complete_groups(self) -> None:
@@ -300,7 +324,7 @@ class Engine:
         buckets, self._buckets, self.next_step = self._buckets, [], self.next_step + 1
         # A step in which an earlier one's error is raised is not committed: what backward() does not return must not be
         # missing in the residuals.
-        made = self._steps.finish(self._log.take_due(self._steps.context.step))
+        made = self._steps.finish(self._log.take_due(self._steps.context.step) or self.refusal)
         now_s = time.perf_counter()
         made.wait_seconds = now_s - buckets[-1].came_s
         made.step_seconds = None if self._ended_s is None else now_s - self._ended_s
@@ -355,7 +379,7 @@ class Engine:
         self.note(*(("end", "detached") if ended_by is None else ("failed", repr(ended_by))))
         self.sinks.close()
 
-    def _give_up(self, error: BaseException, bucket: Bucket) -> None:
+    def give_up(self, error: BaseException, bucket: Bucket) -> None:
         """Tell backward() here, and the other ranks, why there will be no more exchanges."""
         self._tell_others(error)
         self.failure = self.failure or error
@@ -398,7 +422,7 @@ class Engine:
             group.lay_out_(dense.__contains__)
 
 
-def _clip_factor(
+def clip_factor(
     grads: Iterable[Tensor], clip: float, loss_scale: float | Tensor, on_device: bool, shards: Comm | None
 ) -> float | Tensor:
     """Return the factor that scales gradients to a norm of at most `clip`, once `loss_scale` is divided out."""

@@ -1,7 +1,8 @@
-"""Momentum in sparse steps: the user's optimizers step with a lower one, and keep their own settings.
+"""Momentum and learning rate in sparse steps: the user's optimizers step with others, and keep their own settings.
 
 A sparse step delivers an element's gradients of several steps at once. Momentum spreads them over still more steps, so
 that they act late: half of what sparse steps lose under AdamW, and as much for an LSTM under SGD (docs/learning.md).
+Where ranks exchange updates (`oktopk.ddp.updates`), the learning rate is higher, see `lr_factor`.
 
 The lower momentum holds within `optimizer.step()` alone. Schedulers and checkpoints see the user's values, and a
 scheduler may change any of them. Buffers are scaled where the momentum changes, so that under a steady gradient all
@@ -10,6 +11,7 @@ updates have one size. The param group remembers for which momentum: it is saved
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +24,12 @@ from oktopk.errors import SettingError
 
 KEY = "oktopk_momentum"
 """Key of a param group: the momentum that its buffers are scaled for, while that is not the group's own."""
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+"""Mean squares of gradients. Those of one rank are up to P times those of the mean, so that the switch scales them."""
+
+MOST_LR_FACTOR = 3.0
+"""Of `lr_factor`: the largest that was tried."""
 
 Group = dict[str, Any]
 IsSparse = Callable[[bool], bool]
@@ -38,6 +46,7 @@ class Rates(NamedTuple):
 class Kind(NamedTuple):
     """How optimizers of one kind carry gradients on."""
 
+    normalises: bool  # divides by the gradient's size, so that updates of noisy gradients are as large as of clear ones
     sparse_momentum: float  # above which sparse steps are known to learn less
     buffer: str  # its name in the optimizer's state
     momentum: Callable[[Group], float]
@@ -45,13 +54,19 @@ class Kind(NamedTuple):
     lr: Callable[[float, float, float], float]  # of (lr, momentum, lower momentum), so that updates keep their size
     scale: Callable[[float, float, Mapping[str, Any]], Any]  # of a buffer, from a momentum to another
 
-    def rates(self, lr: float, momentum: float, most: float | None = None) -> Rates:
+    def rates(self, lr: float, momentum: float, most: float | None = None, factor: float = 1.0) -> Rates:
         """Return the rates of a sparse step, if those of a dense one are `lr` and `momentum`."""
-        lower = min(momentum, self.sparse_momentum if most is None else most)
-        return Rates(lr, lower) if lower == momentum else Rates(self.lr(lr, momentum, lower), lower)
+        lower = min(momentum, self.sparse_momentum if most is None or not self.is_lowered else most)
+        return Rates(factor * (lr if lower == momentum else self.lr(lr, momentum, lower)), lower)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether less momentum is known to help."""
+        return self.sparse_momentum < 1
 
 
 SGD = Kind(
+    normalises=False,
     sparse_momentum=0.5,
     buffer="momentum_buffer",
     momentum=lambda group: float(group["momentum"]),
@@ -61,7 +76,8 @@ SGD = Kind(
     scale=lambda before, after, _: (1 - before) / (1 - after) if before else 0.0,
 )
 ADAM = Kind(
-    sparse_momentum=0.7,
+    normalises=True,
+    sparse_momentum=0.5,
     buffer="exp_avg",
     momentum=lambda group: float(group["betas"][0]),
     settings=lambda momentum, group: {"betas": (momentum, group["betas"][1])},
@@ -69,20 +85,47 @@ ADAM = Kind(
     lr=lambda lr, *_: lr,
     scale=lambda before, after, state: (1 - after ** state["step"]) / (1 - before ** state["step"]),
 )
+MUON = Kind(  # less momentum than 0.9 did not help it
+    normalises=True,
+    sparse_momentum=1.0,
+    buffer="momentum_buffer",
+    momentum=lambda group: float(group["momentum"]),
+    settings=lambda momentum, _: {"momentum": momentum},
+    lr=lambda lr, *_: lr,
+    scale=lambda *_: 1.0,
+)
+
+
+def lr_factor(ranks: int) -> float:
+    """Return the factor on the learning rate where the mean over `ranks` of normalised updates is taken.
+
+    The noise in gradients of several ranks is independent. The mean of P such updates of size 1 has size P ** -0.5,
+    and an update by the mean gradient has size 1.
+    """
+    return min(math.sqrt(ranks), MOST_LR_FACTOR)
 
 
 def kind_of(optimizer: Optimizer) -> Kind | None:
-    """Return the rule of an optimizer; None if it keeps its momentum, as Muon does, or is not known."""
+    """Return the rule of an optimizer; None if it is not known."""
     if isinstance(optimizer, torch.optim.SGD):
         return SGD
+    if hasattr(torch.optim, "Muon") and isinstance(optimizer, torch.optim.Muon):
+        return MUON
     return ADAM if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) else None
 
 
 class SparseMomentum:
     """Lowers the momentum of some optimizers in the steps that are sparse, until `close`."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], most: float | None, is_sparse: IsSparse, speaks: bool) -> None:
-        self._most, self._is_sparse, self._speaks = most, is_sparse, speaks
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        most: float | None,
+        is_sparse: IsSparse,
+        speaks: bool,
+        factor: float = 1.0,
+    ) -> None:
+        self._most, self._is_sparse, self._speaks, self._factor = most, is_sparse, speaks, factor
         self._own: list[tuple[Group, Group]] = []  # groups within a step, and their own settings
         kinds = {optimizer: kind_of(optimizer) for optimizer in optimizers}
         self._optimizers = {optimizer: kind for optimizer, kind in kinds.items() if kind is not None}
@@ -106,12 +149,14 @@ class SparseMomentum:
         kind, said = self._optimizers[optimizer], ""
         for group in optimizer.param_groups:
             own, lr = kind.momentum(group), group["lr"]
-            rates = kind.rates(lr, own, self._most) if sparse else Rates(lr, own)
-            before = group.get(KEY, own)
-            if before != rates.momentum:
-                said = f"momentum {rates.momentum:g}, before {before:g}; lr x {rates.lr / lr if lr else 1:g}"
-                _scale_(optimizer, group, kind, before, rates.momentum)
-            if rates.momentum == own:
+            factor = self._factor if kind.normalises else 1.0
+            rates = kind.rates(lr, own, self._most, factor) if sparse else Rates(lr, own)
+            before, was_changed, is_changed = group.get(KEY, own), KEY in group, rates != (lr, own)
+            if before != rates.momentum or was_changed != is_changed:
+                said = f"momentum {rates.momentum:g}, before {before:g}; lr x {rates.lr / lr if lr else 1:.3g}"
+                squares = factor ** (2 * (is_changed - was_changed))
+                _scale_(optimizer, group, kind, before, rates.momentum, squares)
+            if not is_changed:
                 group.pop(KEY, None)
                 continue
             changed = {"lr": rates.lr, **kind.settings(rates.momentum, group)}
@@ -139,11 +184,14 @@ class SparseMomentum:
 
 
 @torch.no_grad()
-def _scale_(optimizer: Optimizer, group: Group, kind: Kind, before: float, after: float) -> None:
+def _scale_(optimizer: Optimizer, group: Group, kind: Kind, before: float, after: float, squares: float) -> None:
     for parameter in group["params"]:
         state = optimizer.state.get(parameter, {})
         if state.get(kind.buffer) is not None:  # there is none before the first step
             state[kind.buffer].mul_(kind.scale(before, after, state))
+        for name in SQUARES if squares != 1 else ():
+            if state.get(name) is not None:
+                state[name].mul_(squares)
 
 
 def optimizers_of(given: Any, parameters: Iterable[Tensor]) -> list[Optimizer]:

@@ -45,4 +45,4 @@ def set_rates(optimizers: Iterable[Optimizer], lr: float, momentum: float) -> No
     for optimizer in optimizers:
         kind = kind_of(optimizer)
         for group in optimizer.param_groups:
-            group.update({"lr": lr, **({} if kind is None else kind.settings(momentum, group))})
+            group.update({"lr": lr, **(kind.settings(momentum, group) if kind is not None and kind.is_lowered else {})})
