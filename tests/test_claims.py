@@ -69,6 +69,6 @@ def test_the_guide_states_the_arguments_that_attach_has_by_default(default):
 
 def test_the_guide_states_the_limits_in_the_code():
     guide = text_of("docs/guide.md")
-    assert f"| SGD, Nesterov's too | at most {SGD.sparse_momentum:g} |" in guide
-    assert f"| Adam, AdamW | beta1 at most {ADAM.sparse_momentum:g} |" in guide
+    assert f"| SGD, Nesterov's too | gradients | at most {SGD.sparse_momentum:g} |" in guide
+    assert f"| Adam, AdamW | updates | beta1 at most {ADAM.sparse_momentum:g} |" in guide
     assert f"fewer than {SMALL:,} elements" in guide

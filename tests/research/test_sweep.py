@@ -27,9 +27,8 @@ def test_what_is_not_delivered_is_held_back(world, text):
     torch.testing.assert_close(delivered + held, 3 * vectors.mean(0), rtol=0, atol=1e-4)
 
 
-def test_density_1_trains_as_dense_does_and_updates_move_the_weights(world):
-    schemes = ("scheme=dense", "scheme=gradients density=1", "scheme=updates b1=0.5 preview=0.25 quasi=0.5")
-    lines = [Line.parse(f"steps=3 dense=1 {each}") for each in schemes]
-    dense, whole, updates = [result["nats"][3] for result in train(lines, lambda _: world, 60)]
+def test_density_1_trains_as_dense_does(world):
+    lines = [Line.parse(f"steps=3 dense=1 {each}") for each in ("scheme=dense", "scheme=gradients density=1")]
+    dense, whole = [result["nats"][3] for result in train(lines, lambda _: world, 60)]
     assert whole == pytest.approx(dense, abs=1e-3)
-    assert updates != dense
+    assert not torch.equal(world.weights, world.first)

@@ -57,7 +57,7 @@ def test_the_plan_of_a_gpt(tmp_path):
         assert "gpt-tiny, 426,624 parameters" in output
         assert "1,280 windows to train on, 512 to validate with" in output
         assert "400 in 10 epochs of 40: 80 dense, 320 sparse" in output
-        assert "adamw, lr 0.004, falling to 0; momentum 0.9, in sparse steps 0.7 at 1 x lr" in output
+        assert "adamw, lr 0.004, falling to 0; momentum 0.9, in sparse steps 0.5 at 1.41 x lr" in output
     assert "text_train.bin: oktopk data text" in refused("--recipe gpt-tiny --dry-run --data-dir", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import torch
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm, settings_of
 from oktopk.algorithms.base import AUTO
-from oktopk.ddp.momentum import ADAM, SGD, Rates
+from oktopk.ddp.momentum import ADAM, SGD, Rates, lr_factor
 from oktopk.errors import SettingError, one_of, within
 from oktopk.train.models import MODELS
 from oktopk.train.models.gpt import SIZES
@@ -137,14 +137,16 @@ class Config:
         """Whether no step is sparse, however long the run."""
         return self.compressor == "dense"
 
-    def rates_at(self, epoch: int, phase: str, part: float = 0.5) -> Rates:
+    def rates_at(self, epoch: int, phase: str, part: float = 0.5, workers: int = 1) -> Rates:
         """Return the rates of a dense or a sparse step, `part` of the way through an epoch; epochs count from 0."""
         lr = self.lr / self.lr_anneal**epoch
         if self.optimizer == "sgd":
             return SGD.rates(lr, self.momentum, self.sparse_momentum) if phase == "sparse" else Rates(lr, self.momentum)
         done = (epoch + part) / self.max_epochs
         lr *= min(done / WARM_UP, (1 - done) / (1 - WARM_UP))
-        return ADAM.rates(lr, self.momentum, self.sparse_momentum) if phase == "sparse" else Rates(lr, self.momentum)
+        if phase != "sparse":
+            return Rates(lr, self.momentum)
+        return ADAM.rates(lr, self.momentum, self.sparse_momentum, lr_factor(workers))  # they exchange updates
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
-from oktopk.ddp.momentum import Rates, lr_factor
+from oktopk.ddp.momentum import Rates
 from oktopk.steps import READBACK_DELAY
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes, format_value
@@ -177,10 +177,7 @@ class Trainer:
     def _rates(self, phase: str, before: int = 0) -> Rates:
         """Return the rates of the next step, or of one so many steps before it in its epoch."""
         part = (self.progress.step_of_epoch - before + 0.5) / self.plan.steps_per_epoch
-        rates = self.config.rates_at(self.progress.epoch, phase, part)
-        if phase == "sparse" and self.config.optimizer != "sgd":  # the ranks exchange updates
-            return rates._replace(lr=rates.lr * lr_factor(self.place.size))
-        return rates
+        return self.config.rates_at(self.progress.epoch, phase, part, self.place.size)
 
     def _forward_backward(self, work: list[AnyBatch]) -> Tensor:
         """Return this rank's mean loss over the passes; the last backward exchanges the sum of their gradients."""

@@ -86,10 +86,10 @@ class Plan:
     def table(self) -> Table:
         """Return the plan as a table for the terminal."""
         config = self.config
-        dense, sparse = (config.rates_at(0, phase) for phase in ("dense", "sparse"))
+        dense, sparse = (config.rates_at(0, phase, workers=self.workers) for phase in ("dense", "sparse"))
         momentum = f"{dense.momentum:g}"
         if not config.is_dense and sparse != dense:
-            momentum += f", in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:g} x lr"
+            momentum += f", in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:.3g} x lr"
         rows = {
             "net": f"{config.dnn}, {self.numel:,} parameters"
             + ("" if config.is_dense else f", {self.sparse_numel:,} of them sent sparsely"),
