@@ -185,9 +185,10 @@ def test_local_steps_in_the_lab(tmp_path: Path) -> None:
     words = ("--numel", 100_000, "--mbit", 20, "--delay-ms", 5, "--every", 4, "--compute-s", 0.05, "--rounds", 1)
     result = results(tmp_path, "local", *words)
     rows = {row["method"]: row for row in result["settings"][0]["rows"]}
-    assert list(rows) == ["ddp", "dense", "oktopk", "streamed"]
+    assert list(rows) == ["ddp", "dense", "int8", "oktopk", "streamed"]
     assert all(0 < row["utilisation"] <= 1 for row in rows.values())
     assert rows["ddp"]["steps"] == 1
     assert rows["oktopk"]["steps"] == 4
+    assert rows["dense"]["down_bytes"] > 3 * rows["int8"]["down_bytes"]
     assert rows["ddp"]["down_bytes"] > 3 * rows["dense"]["down_bytes"] > 30 * rows["oktopk"]["down_bytes"]
     assert "OkTopk in 4 fragments" in result["stdout"]

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from oktopk.algorithms import Dense, OkTopk
+from oktopk.algorithms import Algorithm, Dense, OkTopk
+from oktopk.algorithms.base import Reduced, State
 from oktopk.bench.candidates import Matrices, matrices_of
 from oktopk.bench.models import heavy_tailed
 from oktopk.bench.netlab import received_bytes, sent_bytes
 from oktopk.bench.processes import Setting
+from oktopk.codec.values import GROUP, num_words, read, write_
+from oktopk.comm import Comm
 from oktopk.ddp.local import LocalSteps
 
 FRAGMENTS = 4
@@ -30,6 +34,7 @@ TIMEOUT_S = 600.0
 METHODS = {
     "ddp": "DDP, the exchange all behind the computing",
     "dense": "local steps, float32 (DiLoCo)",
+    "int8": "local steps, int8 (DiLoCo, 1 byte an element)",
     "oktopk": "local steps, OkTopk",
     "streamed": f"local steps, OkTopk in {FRAGMENTS} fragments while computing goes on",
 }
@@ -110,7 +115,7 @@ class _Local:
             self.local = LocalSteps(
                 self.net,
                 torch.optim.SGD(self.net.parameters()),
-                Dense() if method == "dense" else OkTopk(density=work.density),
+                _algorithm(method, work.density),
                 every=work.every,
                 fragments=fragments,
                 delay=work.every // fragments if streams else 0,
@@ -141,3 +146,30 @@ class _Local:
     def close(self) -> None:
         """Detach."""
         self.local.detach()
+
+
+def _algorithm(method: str, density: float) -> Algorithm:
+    return {"dense": Dense(), "int8": Int8()}.get(method, OkTopk(density=density))
+
+
+class Int8(Algorithm):
+    """All elements in int8, as DiLoCo is run in practice: a reduce-scatter and a gather, with a rounding in each."""
+
+    def reduce(self, acc: Tensor, state: State, comm: Comm) -> Reduced:
+        """Return the sum of everything, rounded."""
+        part = GROUP * -(-len(acc) // (comm.size * GROUP))
+        parts = pad(acc, (0, part * comm.size - len(acc))).view(comm.size, part)
+        with comm.phase("exchange"):
+            arrived = comm.all_to_all(torch.stack([_in_int8(each) for each in parts]))
+        mine = torch.stack([read("int8", each, part, acc.dtype) for each in arrived]).sum(0)
+        with comm.phase("gather"):
+            sums = comm.all_gather(_in_int8(mine))
+        state.step += 1
+        total = torch.cat([read("int8", each, part, acc.dtype) for each in sums])
+        return Reduced(total[: len(acc)], taken=slice(None))
+
+
+def _in_int8(value: Tensor) -> Tensor:
+    words = torch.zeros(num_words("int8", len(value)), dtype=torch.int32)
+    write_("int8", words, value)
+    return words

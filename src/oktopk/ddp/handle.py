@@ -161,6 +161,10 @@ class Handle:
     def load_rest(self, saved: Mapping[str, Any], is_own: bool) -> None:
         """Go on with the other entries of a state dict, this rank's own or another's. An attachment has none."""
 
+    def detach(self) -> None:
+        """End: join the worker, and close the sinks."""
+        raise NotImplementedError
+
     def load_residual(self, residual: Mapping[str, Tensor], step: int) -> None:
         """Hold these residuals, by parameter, and go on at `step`."""
         self._engine.state_to_host()

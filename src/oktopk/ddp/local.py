@@ -147,6 +147,11 @@ class LocalSteps(Handle):
         return self._engine.config
 
     @property
+    def since(self) -> int:
+        """Inner steps since the last exchange began."""
+        return self._since
+
+    @property
     def agreed(self) -> dict[str, Tensor]:
         """A copy of the point that all workers share; of DDP's ranks each has a part of it."""
         return {name: tensor.clone() for name, tensor in self._agreed.items()}

@@ -12,8 +12,9 @@ from oktopk.telemetry.run import COMMUNICATION, Floats, Run
 from oktopk.telemetry.schema import SPLIT, EpochRecord, TrainStep, catalogue, mean
 
 SETTINGS = (
-    "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "max_epochs", "batch_size", "optimizer",
-    "lr", "momentum", "sparse_momentum", "seed", "model", "algorithm", "clip", "density_schedule", "on_nonfinite",
+    "recipe", "dnn", "dataset", "compressor", "density", "wire", "dense_steps", "local_steps", "outer", "max_epochs",
+    "batch_size", "optimizer", "lr", "momentum", "sparse_momentum", "seed", "model", "algorithm", "clip",
+    "density_schedule", "on_nonfinite",
 )  # fmt: skip
 """Settings of a run that its table shows, where the run has them."""
 
@@ -125,7 +126,7 @@ def _bytes(run: Run) -> Table:
 
 def _means(run: Run, values: Floats) -> list[float | None]:
     """Return the means over dense and over sparse steps."""
-    return [mean(values[made]) for made in run.masks.values()]
+    return [mean(values[run.masks[phase]]) for phase in ("dense", "sparse")]
 
 
 def _time(run: Run) -> Table:
@@ -201,8 +202,7 @@ def _events(run: Run) -> Table:
 
 def step_table(run: Run) -> Table:
     """Return every step with its known figures; too long for a page or a terminal, so for CSV."""
-    phases = np.where(run.is_sparse, "sparse", "dense").tolist()
-    figures: dict[str, list[Any]] = {"step": _known(run.steps), "phase": phases}
+    figures: dict[str, list[Any]] = {"step": _known(run.steps), "phase": run.phases}
     for name, figure in catalogue(TrainStep).items():
         values = run.column(name)
         if figure.unit not in ("text", "object") and np.isfinite(values).any():
@@ -245,7 +245,7 @@ def _cards(run: Run) -> list[Card]:
         Card("validation loss", summary["val_loss"], "number", f"mean over {'utterances' if is_speech else 'bytes'}"),
         Card(error_heading(run), summary[run.error], "number", best_note),
         Card("steps", summary["steps"], "count",
-             f"{summary['dense_steps']:,} dense, {summary['sparse_steps']:,} sparse{skipped}"),
+             ", ".join(f"{made.sum():,} {phase}" for phase, made in run.masks.items()) + skipped),
         Card("sent, of dense", summary["sent_of_dense"], "share",
              f"{format_bytes(summary['sent_bytes'])} by rank 0; dense {dense}"),
         Card("compression ratio", summary["compression_ratio"], "times",

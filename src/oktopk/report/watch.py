@@ -93,7 +93,7 @@ def _figures(run: Run) -> Table:
     rows = {
         "loss": format_value(_recent(run.loss)),
         "last validation": f"loss {val_loss}, {error_heading(run)} {error}, best {best}",
-        "phase": f"{'sparse' if run.is_sparse[-1] else 'dense'}, "
+        "phase": f"{run.phases[-1]}, "
         f"sparsity {format_value(_recent(run.column('sparsity')))}, "
         f"compression active on {summary['sparse_steps']:,} of {summary['steps']:,} steps",
         "bytes": f"{format_value(sent, 'bytes')} a step, {of_dense} of dense; "

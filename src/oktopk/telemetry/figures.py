@@ -45,7 +45,7 @@ def summary_of(run: Run) -> dict[str, Any]:
     delivered = run.is_sparse & ~run.is_skipped
     sent, dense = whole_total(run.column("sent_bytes")) or 0, int(np.nansum(run.dense_bytes))
     return {
-        "steps": run.num_steps, "dense_steps": int((~run.is_sparse).sum()), "sparse_steps": int(run.is_sparse.sum()),
+        "steps": run.num_steps, "dense_steps": int(run.masks["dense"].sum()), "sparse_steps": int(run.is_sparse.sum()),
         "skipped_steps": int(run.is_skipped.sum()), "epochs": len(run.epochs),
         "first_loss": run.epochs[0].get("train_loss") if run.epochs else None,
         "train_loss": run.epochs[-1].get("train_loss") if run.epochs else None,

@@ -49,6 +49,15 @@ def record_of(
     )  # fmt: skip
 
 
+def local_record(step: int, numel: int, size: int) -> StepRecord:
+    """Return the record of a step of local steps without an exchange: nothing was wanted, and nothing was sent."""
+    return StepRecord(
+        step=step, phase="local", world_size=size, numel=numel, dense_tail_numel=0, wanted=0, selected=0, nnz=0,
+        sparsity=sparsity_of(0, numel), compression_ratio=None, nominal_bytes=0, sent_bytes=0, received_bytes=0,
+        messages=0,
+    )  # fmt: skip
+
+
 def total_of(parts: Sequence[StepRecord], *, step: int, phase: str) -> StepRecord:
     """Return the record of a step made of several reductions."""
     merged: dict[str, Any] = {

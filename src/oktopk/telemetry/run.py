@@ -115,6 +115,7 @@ class Run:
         self.num_ranks = max(self.num_ranks, len(ranks))
         figures = {name: record.get(name) for name in catalogue(TrainStep)}
         figures["is_sparse"] = record.get("phase") == "sparse"
+        figures["is_local"] = record.get("phase") == "local"
         figures["ranks"] = dict(enumerate(ranks))
         figures["nnz_by_owner"] = dict(enumerate(_typed(list, record.get("nnz_by_owner"))))
         figures["header_bytes"] = self._add_messages(_typed(dict, figures.pop("collectives")))
@@ -194,8 +195,16 @@ class Run:
 
     @property
     def masks(self) -> dict[str, Bools]:
-        """The dense and the sparse steps."""
-        return {"dense": ~self.is_sparse, "sparse": self.is_sparse}
+        """The dense and the sparse steps, and those of local steps in which nothing was exchanged."""
+        local = np.equal(self.column("is_local"), 1.0)
+        masks = {"dense": ~self.is_sparse & ~local, "sparse": self.is_sparse}
+        return {**masks, "local": local} if local.any() else masks
+
+    @property
+    def phases(self) -> list[str]:
+        """The phase of each step."""
+        names, made = list(self.masks), np.array(list(self.masks.values()))
+        return [names[place] for place in made.argmax(axis=0)]
 
     @property
     def is_skipped(self) -> Bools:

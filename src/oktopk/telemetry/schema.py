@@ -94,7 +94,7 @@ class StepRecord:
     """
 
     step: int = figure("count", "Steps before this one, skipped ones included.")
-    phase: str = figure("text", '"dense" or "sparse".')
+    phase: str = figure("text", '"dense" or "sparse"; of local steps "local" where nothing was exchanged.')
     numel: int = figure("count", "Elements of the gradient.", merge=add)
     wanted: int = figure("count", "k: elements that a sparse step is asked for; numel in a dense step.", merge=add)
     selected: int = figure("count", "Elements that this rank sent or kept for its own region; numel in a dense step.",
@@ -158,10 +158,12 @@ class TrainStep(StepRecord):
         "loss/each_step", per_rank=True)
     lr: float = figure("number", "Learning rate of the optimizer.", "learning/lr")
     momentum: float = figure("number", "Momentum of SGD, or beta1 of AdamW.", "learning/momentum")
-    grad_norm: float | None = figure("number", "Norm of the mean that the step delivered, before clipping.",
+    grad_norm: float | None = figure("number",
+        "Norm of the mean that the step delivered, before clipping; with local steps of rank 0's own gradient.",
         "norm/gradient_delivered")
     residual_norm: float | None = figure("number",
-        "Norm of the residual after the step, measured in every tenth sparse step.", "norm/residual", per_rank=True)
+        "Norm of the residual after the step, measured in every tenth sparse step, or at each exchange of local steps.",
+        "norm/residual", per_rank=True)
     utterances: int = figure("count", "Utterances, or windows of text, of all workers.", per_rank=True)
     characters: int = figure("count", "Characters in the texts of the utterances; bytes of text.", per_rank=True)
     split: dict[str, float] = figure("seconds", "Time of the training thread, by part.", "seconds_of_step",

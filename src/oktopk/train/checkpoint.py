@@ -7,6 +7,8 @@ import io
 import os
 import random
 import shutil
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +93,23 @@ def num_workers(folder: Path) -> int:
     return int(_load(folder / SHARED)["size"])
 
 
-def load(folder: Path, rank: int, size: int) -> tuple[State, State]:
+def load(
+    folder: Path, rank: int, size: int, owed_by: Callable[[State], State] = itemgetter("residual")
+) -> tuple[State, State]:
     """Return (shared state, state of this rank) for `size` ranks, whatever number wrote it.
 
-    At another number each rank gets the mean of the residuals, so that the pending update is conserved.
+    At another number each rank gets the mean of what the ranks owe to all, so that the pending update is conserved.
+    `owed_by` finds that in a rank's state. The rank also gets rank 0's state, for the part that all ranks share.
     """
     shared = _load(folder / SHARED)
     if shared.get("version") != VERSION:
         raise StateError(f"{folder} is a checkpoint of version {shared.get('version')}, this is {VERSION}")
     if shared["size"] == size:
         return shared, _load(folder / f"rank{rank}.pt")
-    pending = [_load(folder / f"rank{old}.pt")["oktopk"] for old in range(shared["size"])]
-    residuals = [state["residual"] for state in pending]
-    mean = {name: sum(each[name] for each in residuals) / len(residuals) for name in residuals[0]}
-    return shared, {"pending": {"residual": mean, "step": pending[0]["step"]}}
+    states = [_load(folder / f"rank{old}.pt")["oktopk"] for old in range(shared["size"])]
+    owed = [owed_by(state) for state in states]
+    mean = {name: sum(each[name] for each in owed) / len(owed) for name in owed[0]}
+    return shared, {"pending": {"residual": mean, "step": states[0]["step"]}, "oktopk": states[0]}
 
 
 def _load(path: Path) -> State:

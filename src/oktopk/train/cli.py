@@ -107,6 +107,7 @@ def train(
     lr: Annotated[float | None, _flag("lr")] = None,
     compressor: Annotated[str | None, _flag("compressor")] = None,
     density: Annotated[float | None, _flag("density")] = None,
+    local_steps: Annotated[int | None, _flag("local_steps")] = None,
     dense_steps: Annotated[int | None, _flag("dense_steps")] = None,
     seed: Annotated[int | None, _flag("seed")] = None,
     on_nonfinite: Annotated[str | None, _flag("on_nonfinite")] = None,
@@ -125,6 +126,7 @@ def train(
 
     oktopk train                            a small net on synthetic speech, 2 workers
     oktopk train --recipe gpt-tiny          a small GPT on the sources of Python
+    oktopk train --local-steps 30           the same, with an exchange after each 30 steps
     oktopk train --data-dir DIR --nproc 2   the same on your data (see oktopk data)
     oktopk train --recipe lstman4 --data-dir DIR --density 0.02
     torchrun ... -m oktopk train            workers of a launcher, also mpirun or srun
@@ -168,7 +170,9 @@ def _fresh(given: dict[str, Any], runs: Path, name: str | None) -> tuple[Job, in
     chosen = load_recipe(given.get("recipe") or OF_NET.get(str(given.get("dnn")), DEFAULT))
     named = "text" if given.get("dnn", chosen.settings["dnn"]) in SIZES else "an4"
     dataset = {"dataset": named} if "data_dir" in given else {}  # a folder that is named has data in it
-    config = make_config({**chosen.settings, **dataset, **given, "recipe": chosen.name})
+    # A worker that trains alone has no dense steps, and those of the recipe are for an exchange in each step.
+    dense_steps = {"dense_steps": 0} if str(given.get("local_steps", 0)) != "0" else {}
+    config = make_config({**chosen.settings, **dataset, **dense_steps, **given, "recipe": chosen.name})
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Job(config, runs / (name or f"{chosen.name}-{config.compressor}-{stamp}")), chosen.nproc
 
@@ -188,6 +192,9 @@ def _resumed(path: Path, given: dict[str, Any]) -> tuple[Job, int]:
         raise SettingError(
             f"the checkpoint has the state of {before.optimizer}: leave optimizer={config.optimizer} out"
         )
+    if bool(config.local_steps) != bool(before.local_steps):
+        how = "local steps" if before.local_steps else "an exchange in every step"
+        raise SettingError(f"the checkpoint is of a run with {how}: leave local_steps={config.local_steps} out")
     return Job(config, run.path, is_new=False, resume=folder), checkpoint.num_workers(folder)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, make_algorithm, settings_of
 from oktopk.algorithms.base import AUTO
+from oktopk.ddp.local import OUTER
 from oktopk.ddp.momentum import ADAM, SGD, Rates, lr_factor
 from oktopk.errors import SettingError, one_of, within
 from oktopk.train.models import MODELS
@@ -84,6 +85,14 @@ class Config:
     )
 
     compressor: str = setting("oktopk", "algorithm: " + ", ".join(sorted(ALGORITHMS)), ALGORITHMS)
+    local_steps: int = setting(
+        0, "H: steps that each worker makes alone between two exchanges; 0: every step exchanges"
+    )
+    outer: str = setting(
+        "sgd",
+        "local steps: move by the mean of the workers' movements, or nesterov (DiLoCo's, with the compressor dense)",
+        OUTER,
+    )
     density: float = setting(0.03, "part of the gradient that a sparse step sends", high=1, open_low=True)
     dense_steps: int = setting(128, "dense steps before the first sparse one")
     ranking: str = setting("magnitude", "oktopk: select by magnitude, or scaled (by the rms of the row's gradient)")
@@ -110,7 +119,16 @@ class Config:
         if (self.dataset in TEXT) != self.is_text:
             fitting = " or ".join(TEXT if self.is_text else SPEECH)
             raise SettingError(f"dataset {self.dataset} does not fit the net {self.dnn}, which wants {fitting}")
+        if self.local_steps:
+            self._check_local_steps()
         self.algorithm()  # refuses what the algorithm refuses, before any worker starts
+
+    def _check_local_steps(self) -> None:
+        """Refuse settings of an exchange in every step."""
+        if self.dense_steps:
+            raise SettingError("local_steps has no dense steps before it: leave dense_steps out, or set it to 0")
+        if self.clip_place == "local":
+            raise SettingError("local_steps clips each worker's own gradient anyhow: leave clip_place out")
 
     def algorithm(self) -> Algorithm:
         """Return the algorithm of the sparse steps."""

@@ -90,7 +90,7 @@ def _live(record: TrainStep, unit: str) -> str:
 def _figures(record: TrainStep, unit: str) -> str:
     seconds = sum(record.split.values()) or 1.0
     parts = " ".join(f"{name} {100 * value / seconds:.0f}%" for name, value in record.split.items())
-    figures = " ".join(_figure(record, name) for name in ("sparsity", "compression_ratio"))
+    figures = " ".join(_figure(record, name) for name in ("sparsity", "compression_ratio") if record.nnz)
     return (
         f"{_figure(record, 'loss')}  {_figure(record, 'lr')}  {record.utterances / seconds:.0f} {unit}/s  {parts}"
         f"  {record.phase} {figures}  {format_bytes(record.sent_bytes / seconds)}/s"
@@ -100,13 +100,12 @@ def _figures(record: TrainStep, unit: str) -> str:
 def end_table(summary: Record, workers: int, *, is_dense: bool) -> Table:
     """Return the figures of a run; one that `is_dense` has none of sparse steps."""
     first, train_loss, val_loss = (format_value(summary[name]) for name in ("first_loss", "train_loss", "val_loss"))
-    skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
     seconds = {name: f"{value:.1f}\u00a0s" for name, value in summary["seconds"].items()}
     rows = {
         "train loss": f"{first} in the first epoch, {train_loss} in the last" if summary["epochs"] > 1 else train_loss,
         "val loss": val_loss,
         **_errors(summary),
-        "steps": f"compression was active on {summary['sparse_steps']} of {count(summary['steps'], 'step')}{skipped}",
+        "steps": _steps(summary, is_dense),
         "sparsity": format_value(summary["sparsity"]),
         "compression ratio": format_value(summary["compression_ratio"]),
         "bytes sent": _bytes(summary),
@@ -115,11 +114,20 @@ def end_table(summary: Record, workers: int, *, is_dense: bool) -> Table:
         + ", ".join(f"{name} {value}" for name, value in seconds.items()),
         "a step took": _step_seconds(summary["seconds_per_step"]) + f" (median), on {count(workers, 'worker')}",
     }
-    if is_dense:
-        rows["steps"] = f"{summary['steps']:,}, all dense{skipped}"
     for name in () if summary["sparse_steps"] else ("sparsity", "compression ratio", "verdict"):
         del rows[name]
     return table_of("the run", {name: text for name, text in rows.items() if text is not None})
+
+
+def _steps(summary: Record, is_dense: bool) -> str:
+    """Return how many steps there were, and how many of them exchanged what."""
+    steps = count(summary["steps"], "step")
+    says = f"compression was active on {summary['sparse_steps']} of {steps}"
+    if "local" in summary["seconds_per_step"]:
+        says = f"{count(summary['sparse_steps'] + summary['dense_steps'], 'exchange')} in {steps}"
+    elif is_dense:
+        says = f"{summary['steps']:,}, all dense"
+    return says + (f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else "")
 
 
 def _step_seconds(per_step: dict[str, float | None]) -> str:

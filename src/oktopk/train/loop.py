@@ -1,10 +1,12 @@
 """`Trainer`: the training loop of one worker, with a record of every step and checkpoints."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -13,16 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.ddp.handle import Handle
 from oktopk.ddp.momentum import Rates
 from oktopk.steps import READBACK_DELAY
 from oktopk.telemetry.figures import finite
 from oktopk.telemetry.format import format_bytes, format_value
-from oktopk.telemetry.schema import SPLIT, EpochRecord, StepRecord, TrainStep, from_row, to_row
+from oktopk.telemetry.schema import SPLIT, EpochRecord, StepRecord, TrainStep, add_by_name, from_row, to_row
 from oktopk.train import checkpoint
 from oktopk.train.collectives import all_or_none, check_same_weights, gather
 from oktopk.train.console import Console
@@ -54,8 +57,21 @@ class Progress:
     grad_norm: float | None = None
 
 
+@dataclass(frozen=True)
+class _Unfinished:
+    """A step whose figures are not written yet; those of a GPU are on their way to the host."""
+
+    rates: Rates
+    laps: Laps
+    counts: dict[str, int]
+    figures: Tensor  # loss, gradient norm, residual norm
+
+
 class Trainer:
     """One worker of a run. All workers construct one and call the same methods in the same order."""
+
+    model: nn.Module
+    sparse: Handle
 
     def __init__(self, place: Place, workload: Workload, plan: Plan, run_logger: RunLogger, console: Console) -> None:
         self.place, self.workload, self.plan, self.run_logger, self.console = place, workload, plan, run_logger, console
@@ -64,12 +80,18 @@ class Trainer:
         self.train_batches, self.val_batches = workload.batches(place.size, place.rank)
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn).to(self.device)
-        self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
         self.optimizers = make_optimizers(self.net, config)
         self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=config.in_bf16(self.device))
         self._records: SimpleQueue[StepRecord] = SimpleQueue()
-        # rates, laps, counts, and on their way to the host: loss, gradient norm, residual norm
-        self._unfinished: deque[tuple[Rates, _Laps, dict[str, int], Tensor]] = deque()
+        self._unfinished: deque[_Unfinished] = deque()
+        self.progress = Progress()
+        self.health = Health()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Wrap the net, so that each backward exchanges gradients."""
+        config = self.config
+        self.model = DistributedDataParallel(self.net)  # gives all ranks the weights of rank 0
         self.sparse = oktopk.attach(
             self.model,
             config.algorithm(),
@@ -81,15 +103,17 @@ class Trainer:
             sinks=[self._records.put],
             timeout=config.timeout_s,
         )
-        self.progress = Progress()
-        self.health = Health()
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, as if the run had never stopped."""
         rank, size = self.place.rank, self.place.size
-        shared, own = all_or_none("reading the checkpoint", lambda: checkpoint.load(folder, rank, size))
-        self.net.load_state_dict(shared["net"])
-        for optimizer, state in zip(self.optimizers, shared["optimizers"], strict=True):
+        shared, own = all_or_none(
+            "reading the checkpoint", lambda: checkpoint.load(folder, rank, size, self.sparse.owed)
+        )
+        self.net.load_state_dict({**shared["net"], **own.get("buffers", {})})
+        for optimizer, state in zip(
+            self.optimizers, (own if "optimizers" in own else shared)["optimizers"], strict=True
+        ):
             optimizer.load_state_dict(state)
         self.progress = Progress(**shared["progress"])
         self.health = Health(**shared["health"])
@@ -98,8 +122,10 @@ class Trainer:
         self.progress.step_of_epoch = done * self.plan.steps_per_epoch // before
         if "pending" in own:  # another number of workers
             self.sparse.load_residual(**own["pending"])
+            self.sparse.load_rest(own["oktopk"], is_own=False)
         elif own["oktopk"]["algorithm"] != type(self.sparse.algorithm).__name__:  # another compressor
             self.sparse.load_residual(own["oktopk"]["residual"], own["oktopk"]["step"])
+            self.sparse.load_rest(own["oktopk"], is_own=True)
         else:
             self.sparse.load_state_dict(own["oktopk"])
         self.run_logger.go_on_from(self.progress.step, self.progress.epoch + self._is_over())
@@ -148,7 +174,7 @@ class Trainer:
 
         On a GPU the host only enqueues it. The record comes through a sink some steps later, see `_finish_steps`.
         """
-        laps, buffers = _Laps(self.device), [buffer.clone() for buffer in self.net.buffers()]
+        laps, buffers = Laps(self.device), [buffer.clone() for buffer in self.net.buffers()]
         work = [batch.to(self.device) for batch in islice(batches, self.config.nsteps_update)]
         laps.end("data")
         loss = self._forward_backward(work)
@@ -160,15 +186,27 @@ class Trainer:
         clipped = self.config.clip_place == "global" or phase == "dense"  # `attach` clips sparse steps only
         norm = clip_grad_norm_(self.net.parameters(), self.config.clip if self.config.clip and clipped else math.inf)
         set_rates(self.optimizers, *self._rates("dense"))
-        for optimizer in self.optimizers:
-            optimizer.step()  # a skipped step delivers zeros, and goes on with the momentum alone
-        due = phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
-        residual_norm = self.sparse.residual_norm_tensor() if due else torch.tensor(math.nan, device=self.device)
+        self._update(loss, norm, laps)
+        residual_norm = torch.tensor(math.nan, device=self.device)
+        if self._measures_residual(phase):
+            residual_norm = self.sparse.residual_norm_tensor()
         figures = torch.stack([loss, norm, residual_norm]).to("cpu", non_blocking=True)
         laps.end("update")
         counts = {name: sum(getattr(batch, name) for batch in work) for name in ("utterances", "characters")}
-        self._unfinished.append((self._rates(phase), laps, counts, figures))
+        self._unfinished.append(_Unfinished(self._rates(phase), laps, counts, figures))
         self.progress.step, self.progress.step_of_epoch = self.progress.step + 1, self.progress.step_of_epoch + 1
+        self._after_step()
+
+    def _update(self, loss: Tensor, norm: Tensor, laps: Laps) -> None:  # noqa: ARG002
+        """Make a step of the optimizers. A skipped one delivers zeros, and goes on with the momentum alone."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _measures_residual(self, phase: str) -> bool:
+        return phase == "sparse" and self.progress.step % RESIDUAL_EVERY == 0
+
+    def _after_step(self) -> None:
+        """Write the steps that the device has finished."""
         self._finish_steps(but=READBACK_DELAY if self.device.type == "cuda" else 0)
 
     def _phase_of(self, step: int) -> str:
@@ -185,31 +223,47 @@ class Trainer:
         losses = []
         for i, batch in enumerate(work):
             last = i == len(work) - 1
-            with nullcontext() if last else self.model.no_sync():
+            with nullcontext() if last else self._no_sync():
                 with self._autocast:
                     loss = self.workload.loss(self.model, batch) / len(work)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().double())
         return torch.stack(losses).sum()
 
+    def _no_sync(self) -> AbstractContextManager[None]:
+        """Let a backward pass only add to the gradients."""
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync()
+
     def _finish_steps(self, but: int = 0) -> None:
-        """Check and write the steps so far, except for the last `but`, which the GPU may not have finished."""
+        """Check and write the steps so far, except for the last `but`, which the GPU may not have finished.
+
+        The figures of all these steps travel in one message.
+        """
         if not but:
             self.sparse.flush()
-        while len(self._unfinished) > but:
-            rates, laps, counts, figures = self._unfinished.popleft()
-            made = self._records.get(timeout=self.config.timeout_s)
-            seconds = laps.seconds()  # which waits until the figures are there
-            loss, norm, residual_norm = figures.tolist()
-            if made.skipped:
-                norm = residual_norm = None
-            wait = min(made.wait_seconds or 0.0, seconds["compute"])
-            split = {**seconds, "compute": seconds["compute"] - wait, "wait": wait}
-            own = {**vars(made), **counts, "loss": loss, "residual_norm": residual_norm, "split": split}
-            ranks = [from_row(each) for each in gather(to_row(own))]
+        steps = [self._unfinished.popleft() for _ in range(len(self._unfinished) - but)]
+        ended = [self._figures_of(step) for step in steps]
+        rows = gather([number for _, own in ended for number in to_row(own)]) if ended else []
+        for i, (step, (made, own)) in enumerate(zip(steps, ended, strict=True)):
+            width = len(rows[0]) // len(ended)
+            ranks = [from_row(row[i * width : (i + 1) * width]) for row in rows]
             losses = [math.nan if rank["loss"] is None else rank["loss"] for rank in ranks]
-            self._check_health(made, ranks, losses, rates.lr, norm)
-            self._write(made, ranks, finite(math.fsum(losses) / len(losses)), rates, norm)
+            self._check_health(made, ranks, losses, step.rates.lr, own["norm"])
+            self._write(made, ranks, finite(math.fsum(losses) / len(losses)), step.rates, own["norm"])
+
+    def _figures_of(self, step: _Unfinished) -> tuple[StepRecord, dict[str, Any]]:
+        """Return the record of a step's exchange, and all figures of the step on this rank."""
+        made = self._records.get(timeout=self.config.timeout_s)
+        seconds = step.laps.seconds()  # which waits until the figures are there
+        loss, norm, residual_norm = step.figures.tolist()
+        if made.skipped:
+            norm = residual_norm = None
+        if "wait" not in seconds:  # the exchange was within backward
+            wait = min(made.wait_seconds or 0.0, seconds["compute"])
+            seconds |= {"compute": seconds["compute"] - wait, "wait": wait}
+        own = {"loss": loss, "norm": norm, "residual_norm": residual_norm, "split": seconds}
+        return made, {**vars(made), **step.counts, **own}
 
     def _check_health(self, made: StepRecord, ranks: Ranks, losses: list[float], lr: float, norm: float | None) -> None:
         """Raise or warn if a loss or gradient is not finite or explodes; all ranks see the same numbers."""
@@ -247,7 +301,7 @@ class Trainer:
         )
         self.run_logger.write(record)
         self.console.step(record)
-        if made.phase == "sparse" and made.step == self.config.dense_steps:
+        if made.phase == "sparse" and made.step == self._first_sparse_step:
             message = (
                 f"step {made.step}: the first sparse step: sparsity {made.sparsity:.3f}, "
                 f"compression ratio {format_value(made.compression_ratio)}, "
@@ -255,6 +309,10 @@ class Trainer:
             )
             self.run_logger.event("first-sparse", made.step, message)
             self.console.say(message)
+
+    @property
+    def _first_sparse_step(self) -> int:
+        return self.config.dense_steps
 
     def _end_epoch(self, seconds: float) -> None:
         self._finish_steps()
@@ -283,26 +341,35 @@ class Trainer:
 
     def _checkpoint(self, best: bool) -> None:
         self._finish_steps()
-        digest = check_same_weights(self.net, self.progress.step)
-        shared = {
-            "net": self.net.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": asdict(self.progress),
-            "steps_per_epoch": self.plan.steps_per_epoch,
-            "health": asdict(self.health),
-            "digest": digest,
-        }
-        own = {"oktopk": self.sparse.state_dict(), "generators": checkpoint.rng_state(self.device)}
-        folder = checkpoint.save(self.run_logger.run, self.progress.step, shared, own, best)
+        own = {**self._own_state(), "generators": checkpoint.rng_state(self.device)}
+        with self._as_one():
+            digest = check_same_weights(self.net, self.progress.step)
+            shared = {
+                "net": self.net.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "progress": asdict(self.progress),
+                "steps_per_epoch": self.plan.steps_per_epoch,
+                "health": asdict(self.health),
+                "digest": digest,
+            }
+            folder = checkpoint.save(self.run_logger.run, self.progress.step, shared, own, best)
         self.run_logger.log(f"step {self.progress.step}: checkpoint {folder.name}, weights {digest}")
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the state of this worker that no other has."""
+        return {"oktopk": self.sparse.state_dict()}
+
+    def _as_one(self) -> AbstractContextManager[None]:
+        """Let the net have the same weights on all workers inside the block; here it has them always."""
+        return nullcontext()
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float | None]:
         """Return the figures of the validation set, of which each worker evaluates its share."""
-        for buffer in self.net.buffers():
-            dist.broadcast(buffer, 0)  # the running statistics, as DDP does before each forward pass of training
         self.net.eval()
-        with self._autocast:
+        with self._as_one(), self._autocast:
+            for buffer in self.net.buffers():
+                dist.broadcast(buffer, 0)  # the running statistics, as DDP does before each forward pass of training
             found = [self.workload.evaluate(self.net, batch.to(self.device)) for batch in self.val_batches.epoch(0)]
         self.net.train()
         sums = torch.tensor([sum(each) for each in zip(*found, strict=True)], dtype=torch.float64)
@@ -310,7 +377,7 @@ class Trainer:
         return self.workload.figures(sums.tolist())
 
 
-class _Laps:
+class Laps:
     """A stopwatch with named laps, in the time of the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -327,10 +394,10 @@ class _Laps:
         self._marks.append((name, mark))
 
     def seconds(self) -> dict[str, float]:
-        """Return the laps, once the device has reached the end of the last."""
+        """Return the laps, those of one name added up, once the device has reached the end of the last."""
         if self._on_gpu:
             self._marks[-1][1].synchronize()
-        return {
-            name: start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+        return add_by_name(
+            {name: start.elapsed_time(end) / 1e3 if self._on_gpu else end - start}
             for (_, start), (name, end) in pairwise(self._marks)
-        }
+        )

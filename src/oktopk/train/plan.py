@@ -53,7 +53,14 @@ class Plan:
     @property
     def sparse_steps(self) -> int:
         """Steps that will be sparse."""
-        return 0 if self.config.is_dense else max(0, self.steps - self.config.dense_steps)
+        if self.config.is_dense:
+            return 0
+        return self.exchanges if self.config.local_steps else max(0, self.steps - self.config.dense_steps)
+
+    @property
+    def exchanges(self) -> int:
+        """Steps that end with an exchange."""
+        return self.steps // (self.config.local_steps or 1)
 
     @property
     def dense_bytes(self) -> int:
@@ -75,6 +82,11 @@ class Plan:
         """A warning if nothing will be exchanged, or no step will be sparse."""
         if self.workers == 1:
             return "one worker has nobody to exchange gradients with: --nproc 2 trains on two"
+        if not self.exchanges:
+            return (
+                f"no exchange: the run has {count(self.steps, 'step')}, and the first would be after "
+                f"{self.config.local_steps} of them: take a smaller --local-steps"
+            )
         if self.config.is_dense or self.sparse_steps:
             return None
         return (
@@ -88,7 +100,7 @@ class Plan:
         config = self.config
         dense, sparse = (config.rates_at(0, phase, workers=self.workers) for phase in ("dense", "sparse"))
         momentum = f"{dense.momentum:g}"
-        if not config.is_dense and sparse != dense:
+        if not config.is_dense and not config.local_steps and sparse != dense:
             momentum += f", in sparse steps {sparse.momentum:g} at {sparse.lr / dense.lr:.3g} x lr"
         rows = {
             "net": f"{config.dnn}, {self.numel:,} parameters"
@@ -98,12 +110,7 @@ class Plan:
             "workers": f"{self.workers} on {self.device}, {config.batch_size} {config.unit}s each, "
             f"{config.nsteps_update} forward pass{'es' * (config.nsteps_update > 1)} a step",
             "steps": f"{self.steps:,}{f' of the {self.steps_of_epochs:,}' * self.is_cut_short} in "
-            f"{count(config.max_epochs, 'epoch')} of {self.steps_per_epoch:,}: "
-            + (
-                "all dense"
-                if config.is_dense
-                else f"{self.steps - self.sparse_steps:,} dense, {self.sparse_steps:,} sparse"
-            ),
+            f"{count(config.max_epochs, 'epoch')} of {self.steps_per_epoch:,}: " + self._phases,
             "exchange": f"a dense step sends {format_bytes(self.dense_bytes)} a worker",
             "learning": f"{config.optimizer}, lr {config.lr:g}, "
             + (f"divided by {config.lr_anneal:g} an epoch; " if config.optimizer == "sgd" else "falling to 0; ")
@@ -114,6 +121,15 @@ class Plan:
             chosen = f"{config.compressor}, density {config.density:g} ({wanted:,} of {self.sparse_numel:,})"
             rows["exchange"] = f"{chosen}: {rows['exchange']}, a sparse one about {format_bytes(self.sparse_bytes)}"
         return table_of("the plan", rows)
+
+    @property
+    def _phases(self) -> str:
+        """Return which steps exchange what, as a part of a sentence."""
+        if self.config.local_steps:
+            return f"{count(self.exchanges, 'exchange')}, one after each {count(self.config.local_steps, 'step')}"
+        if self.config.is_dense:
+            return "all dense"
+        return f"{self.steps - self.sparse_steps:,} dense, {self.sparse_steps:,} sparse"
 
 
 def table_of(title: str, rows: dict[str, str]) -> Table:

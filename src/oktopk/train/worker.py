@@ -22,6 +22,7 @@ from oktopk.train.collectives import all_or_none, check_same_data, gather_object
 from oktopk.train.config import Config
 from oktopk.train.console import Console, end_table
 from oktopk.train.dist import HERE, STARTER, STORE, Place
+from oktopk.train.local import LocalTrainer
 from oktopk.train.loop import Trainer
 from oktopk.train.plan import Plan, make_plan
 from oktopk.train.rundir import RunDir, RunLogger
@@ -126,7 +127,8 @@ def _train(job: Job, place: Place, data: Workload, plan: Plan, run: RunDir) -> d
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on Ctrl-C is in the record
     try:
         with lost_peers_named():
-            trainer = Trainer(place, data, plan, run_logger, console)
+            kind = LocalTrainer if job.config.local_steps else Trainer
+            trainer = kind(place, data, plan, run_logger, console)
             restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
             folder = checkpoint.find_last(run) if restarted else job.resume
             if folder is None:
