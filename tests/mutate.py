@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.reach import CHOSEN, FOLDER, limit_s
+from tests.reach import CHOSEN, FOLDER, limit_s, make_folder
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("algorithms/*.py", "codec/*.py", "ddp/*.py", "steps/*.py", "feedback.py", "partition.py", "selection.py")
@@ -134,12 +134,10 @@ def put_probes(package: Path, mutants: Sequence[Mutant]) -> None:
                 ]
         for at, *_, text in sorted(texts, reverse=True):
             source = source[:at] + text.encode() + source[at:]
-        head = ast.parse(source).body[0]  # the docstring
+        body = ast.parse(source).body
+        futures = [node for node in body if getattr(node, "module", None) == "__future__"]
         lines = source.splitlines(keepends=True)
-        lines[head.end_lineno - 1 : head.end_lineno] = [
-            lines[head.end_lineno - 1],
-            b"from tests.reach import reached\n",
-        ]
+        lines.insert((futures or body)[0].end_lineno, b"from tests.reach import reached\n")  # or after the docstring
         (package / path).write_bytes(b"".join(lines))
 
 
@@ -148,7 +146,7 @@ def tests_of(root: Path, mutants: Sequence[Mutant], marked: str, workers: int) -
     with copied(root) as copy:
         put_probes(copy / "src" / "oktopk", mutants)
         folder = copy / "reach"
-        folder.mkdir()
+        make_folder(folder)
         _, log = pytest_in(copy, "-m", marked, "-n", str(workers), "--dist", "worksteal", **{FOLDER: str(folder)})
         print(log.strip().splitlines()[-1], flush=True)
         seconds, reaching = {}, [set() for _ in mutants]

@@ -33,18 +33,25 @@ def reached(place: int) -> None:
             file.write(line)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder that says that no test runs yet."""
+    folder.mkdir(exist_ok=True)
+    for name, content in (("now", bytes(8)), ("tests", b""), ("reached", b"")):
+        (folder / name).write_bytes(content)
+
+
 def limit_s(seconds: float) -> float:
     """Return how long a test may take that took so long before; the first of a session starts its processes, too."""
     return 60 + 10 * seconds
 
 
 def pytest_configure() -> None:
-    """Make a folder of this worker's own, which its processes find."""
+    """Make a folder of this worker's own, which its processes find. What was imported before wrote to that above it."""
+    global _here
     if FOLDER in os.environ:
         folder = Path(os.environ[FOLDER]) / os.environ.get("PYTEST_XDIST_WORKER", "main")
-        folder.mkdir(exist_ok=True)
-        (folder / "now").write_bytes(bytes(8))
-        os.environ[FOLDER] = str(folder)
+        make_folder(folder)
+        os.environ[FOLDER], _here = str(folder), None
 
 
 @pytest.hookimpl(wrapper=True)
