@@ -208,7 +208,6 @@ def test_a_sink_that_fails_is_reported_once_and_dropped():
     check_words(second, "Trapped", "will not close")
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_sink_that_hangs_is_dropped_and_training_goes_on():
     """On rank 1, one in its third record and one in its close: train until the first is dropped, and some more."""
