@@ -92,14 +92,23 @@ def attach(
     if sparse_momentum is not None and optimizer is None:
         raise SettingError("sparse_momentum is set in an optimizer: give attach optimizer=, too")
     optimizers = None if optimizer is None else optimizers_of(optimizer, model.parameters())
-    can_keep = isinstance(wrapper, DDPWrapper) and not wrapper.is_mixed
-    config.exchanges_updates = can_keep and can_exchange_updates(optimizers, wrapper.parameters.values())
+    config.exchanges_updates = _exchanges_updates(wrapper, optimizers)
     attached = Attached(model, wrapper, config, scaler, optimizers, sinks, timeout)
+    _begin(attached, wrapper)
+    return attached
+
+
+def _exchanges_updates(wrapper: DDPWrapper | FSDPWrapper, optimizers: Sequence[Optimizer] | None) -> bool:
+    can_keep = isinstance(wrapper, DDPWrapper) and not wrapper.is_mixed
+    return can_keep and can_exchange_updates(optimizers, wrapper.parameters.values())
+
+
+def _begin(attached: Attached, wrapper: DDPWrapper | FSDPWrapper) -> None:
+    """Register the hook, compile the kernels, and say what is active."""
     wrapper.register(attached)
     attached.compile_kernels()
     attached.announce()
     attached._engine.log_settings(wrapper.name)
-    return attached
 
 
 def _schedule_of(given: Sequence[tuple[int, float]], algorithm: Algorithm) -> tuple[tuple[int, float], ...]:
