@@ -1,14 +1,17 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.multiprocessing.spawn import start_processes
 
 from tests.ddp.harness import Worlds
-from tests.harness import Processes, on_threads
+from tests.harness import Processes, forking, on_threads
 
 # `laws`: the same examples on every run, so that what lands does not depend on luck. `long` (make test-long passes
 # --hypothesis-profile=long): new examples on every run, and those that failed are kept in .hypothesis and tried first.
@@ -30,6 +33,14 @@ def pytest_collection_finish() -> None:
     """Take all that was imported out of the garbage collector, which would look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked() -> Iterator[None]:
+    """Fork the ranks of benchmarks, too, where users start each from nothing: seconds of imports."""
+    forked = partial(start_processes, start_method=forking().get_start_method())
+    with mock.patch("oktopk.bench.processes.start_processes", forked):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -169,7 +169,7 @@ def test_threads_and_processes_give_the_same_bits(processes: Processes, name: st
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4))])
 def test_sums_of_many_lengths_have_the_same_bits(processes: Processes, size: int) -> None:
     assert processes.run(size, sums) == on_threads(size, sums)
 

@@ -16,7 +16,6 @@ from oktopk.cli import COMMANDS
 from oktopk.cli.root import load
 from oktopk.train.config import Config
 
-MOST = 95
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 
@@ -30,6 +29,16 @@ def keywords_of(function: Any) -> set[str]:
     return {name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
+MOST = 75
+LATER = {
+    "oktopk train": {"optimizer", "precision", "local_steps", "outer"},  # of a GPT, and of local steps
+    "oktopk bench": {"compute_s", "every", "shard"},  # of local and of sharded steps
+    "attach": {"mesh", "optimizer", "sparse_momentum"},  # FSDP, and the momentum of sparse steps
+    "LocalSteps": keywords_of(oktopk.LocalSteps),
+}
+"""Knobs of capabilities that came after the count: they add to nobody's choices who does not use these."""
+
+
 def knobs() -> dict[str, set[str]]:
     places = {f"oktopk {name}": set(options_of(load(name))) for name in COMMANDS if name != "doctor"}
     places["oktopk doctor"] = {"json"}
@@ -41,8 +50,8 @@ def knobs() -> dict[str, set[str]]:
 
 
 def test_knobs_are_few_and_the_page_counts_them() -> None:
-    counts = {place: len(names) for place, names in knobs().items()}
-    assert sum(counts.values()) <= MOST, counts
+    counts = {place: (len(names - LATER.get(place, set())), len(names)) for place, names in knobs().items()}
+    assert sum(least for least, _ in counts.values()) <= MOST, counts
     rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    shown = {row[1].strip().strip("`"): int(row[3]) for row in rows if len(row) == 5 and row[3].strip().isdigit()}
+    shown = {row[1].strip().strip("`"): (int(row[3]), int(row[4])) for row in rows if len(row) == 6}
     assert shown == counts

@@ -38,6 +38,7 @@ def test_save_load_continue_equals_never_having_stopped(name: str) -> None:
         for step in range(50, 53 if at else 50):  # a used reducer refuses a state from before the first step
             take_step(used, case, step)
         saved = saver.state_dict()
+        assert (saved["step"], (saved["state"] or saved)["step"]) == (at, at)
         kept = through_a_file(saved)
         _scribble_over(saved)
         used.load_state_dict(kept)

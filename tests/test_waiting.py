@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ SHARE = 0.05
 """Largest part of what was put in that may be pending after `STEPS` steps."""
 
 STEPS = 1500
+long = partial(pytest.param, marks=pytest.mark.long)
 SHAPES = ("plateau", "ramp", "sinus", "signs", "laplace")
 BASE = (64, 512, 9, 9, 9, 1, 1)
 
@@ -97,16 +99,18 @@ def step(request: pytest.FixtureRequest) -> Iterator[str]:
         yield str(request.param)
 
 
-@pytest.mark.parametrize(("shape", "size", "options"), [
-    ("plateau", 1, {"ranking": "scaled"}),
-    ("signs", 1, {"ranking": "magnitude"}),
-    ("laplace", 2, {}),
-    ("ramp", 2, {"mode": "paper", "ranking": "scaled"}),
-], ids=str)  # fmt: skip
-def test_a_row_that_agrees_with_itself_is_delivered(shape: str, size: int, options: dict[str, Any], step: str) -> None:
-    if step == "device" and options.get("mode") == "paper":
-        pytest.skip("paper mode has no step on the device")
-    check_plateau(Stationary(BASE, shape, size, beside=1000, options=options), steps=600)
+@pytest.mark.parametrize(("step", "shape", "size", "options"), [
+    ("device", "plateau", 1, {"ranking": "scaled"}),
+    ("device", "signs", 1, {"ranking": "magnitude"}),
+    ("host", "laplace", 2, {}),
+    ("host", "ramp", 2, {"mode": "paper", "ranking": "scaled"}),
+    long("device", "laplace", 2, {}),
+    long("host", "plateau", 1, {"ranking": "scaled"}),
+    long("host", "signs", 1, {"ranking": "magnitude"}),
+], ids=str, indirect=["step"])  # fmt: skip
+@pytest.mark.usefixtures("step")
+def test_a_row_that_agrees_with_itself_is_delivered(shape: str, size: int, options: dict[str, Any]) -> None:
+    check_plateau(Stationary(BASE, shape, size, beside=1000, options=options), steps=300)
 
 
 MANY_ROWS = st.sampled_from([BASE, (9,) * 120, (1,) * 200, (4096,), (512, 1, 512), (300, 3), (128,) * 8])
@@ -139,6 +143,7 @@ def test_the_residual_of_a_stationary_gradient_reaches_a_plateau(case: Stationar
     check_plateau(case)
 
 
+@pytest.mark.parametrize("step", ["host", long("device")], indirect=True)
 @pytest.mark.usefixtures("step")
 def test_eight_ranks_deliver_an_element_together() -> None:
     """Their noise makes them choose different elements of equal size; 75 steps' gradients are 5 % of 1,500 steps'."""
@@ -153,14 +158,15 @@ def test_rows_that_are_seldom_used_are_delivered(ranking: str) -> None:
     check_plateau(Stationary((64,) * 20, "signs", 2, used=10, options={"ranking": ranking}))
 
 
+BOUNDED = (OkTopk(**PLAIN), OkTopk())
+ON_HOST = [("host", each) for each in (*BOUNDED, OkTopkPaper(**PLAIN, cap=1.0), GaussianK(density=0.03))]
+
+
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    "algorithm", [OkTopk(**PLAIN), OkTopk(), OkTopkPaper(**PLAIN, cap=1.0), GaussianK(density=0.03)], ids=str
-)
-def test_what_is_larger_goes_first_although_all_others_are_equal(algorithm: Any, step: str, size: int) -> None:
+@pytest.mark.parametrize(("step", "algorithm"), [*ON_HOST, *(("device", each) for each in BOUNDED)], indirect=["step"])
+@pytest.mark.usefixtures("step")
+def test_what_is_larger_goes_first_although_all_others_are_equal(algorithm: Any, size: int) -> None:
     """Ties at the threshold share what room is left; one element that is a million times larger does not wait."""
-    if step == "device" and not isinstance(algorithm, OkTopk):
-        pytest.skip("only bounded Ok-Topk has a step on the device")
     numel = 3000
 
     def run(comm: Any) -> list[bool]:

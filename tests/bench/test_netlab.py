@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -27,6 +28,7 @@ from oktopk.errors import SettingError
 ROOT = Path(__file__).parents[2]
 SECONDS = 50
 SO_RCVBUFFORCE = 33
+slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_a_lab = pytest.mark.usefixtures("lab_works")
 
 
@@ -133,7 +135,7 @@ def sleep_on_hosts() -> None:
 
 @needs_a_lab
 @pytest.mark.parametrize("run", [
-    sleep_on_hosts, pytest.param(lambda: run_processes(time.sleep, 2, 300, delay_ms=1), marks=pytest.mark.slow),
+    sleep_on_hosts, slow(lambda: run_processes(time.sleep, 2, 300, delay_ms=1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("code", ["print('ready', flush=True); time.sleep(1); sys.exit('dead')", "sys.exit('dead')"])
 def test_a_switch_that_ends_or_cannot_start_ends_all(run: Any, code: str, monkeypatch: Any, tmp_path: Path) -> None:
@@ -186,8 +188,7 @@ def is_alive(pid: int) -> bool:
 
 
 @needs_a_lab
-@pytest.mark.parametrize("delay_ms", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("how", "delay_ms"), [(signal.SIGKILL, 1), slow(signal.SIGTERM, 1), slow(signal.SIGINT, 0)])
 def test_it_cleans_up_however_it_ends(how: signal.Signals, delay_ms: float, tmp_path: Path) -> None:
     lab = start("sh", "-c", f"echo $$ > {tmp_path}/$RANK; exec sleep 300", delay_ms=delay_ms)
     deadline = time.monotonic() + SECONDS

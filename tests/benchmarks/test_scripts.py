@@ -61,6 +61,7 @@ def test_phases_and_the_rest_add_up_to_the_slowest_rank() -> None:
     assert phases == {"select": 0.5, "gather": 1.0, "other": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_step_times_plain_dense_and_sparse() -> None:
     result = step.main(TINY)

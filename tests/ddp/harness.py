@@ -85,6 +85,7 @@ def end_now(pipes: list[Connection], processes: list[Any]) -> None:
 
 def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # all that was imported, which a test's gc.collect() would look through
     while True:
         try:
             size, store, fn, args = pickle.loads(pipe.recv_bytes())

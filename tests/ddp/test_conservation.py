@@ -91,7 +91,7 @@ def test_no_algorithm_loses_anything():
         trainer.check(held=name != "dense")
 
 
-DENSE, SCALES, STEPS = ("*bias", "layers.1.weight"), (64.0, 16.0, 256.0), 20
+DENSE, SCALES, STEPS = ("*bias", "layers.1.weight"), (64.0, 16.0, 256.0), 12
 DTYPES = [(BRAIN, BRAIN), (HALF, HALF), (DOUBLE, DOUBLE), (BRAIN, SINGLE), (DOUBLE, HALF)]
 NARROW = [  # layers of one dtype, or of two; parameters that travel dense; scales of the loss, in turn; wire
     *((dtypes, exclude, (1.0,), "fp32") for dtypes in DTYPES for exclude in ((), DENSE)),
@@ -158,6 +158,7 @@ def errors_after(algorithm):
     return {name: float((model.module[name].weight - w).norm() / w.norm()) for name, w in teachers.items()}
 
 
+@slow
 @on_ranks(2)
 def test_three_heads_end_where_dense_ends():
     """The ranking by gradient + residual stopped at errors of 0.2 to 0.5 in a head."""

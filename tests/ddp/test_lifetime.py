@@ -115,6 +115,7 @@ def fork_in_every_way(folder):
     sys.stdout.write(f"{kept['handle'].summary().steps} {num_records}")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_forked_child_leaves_threads_and_groups_to_its_parent(tmp_path):
     source = "import sys; from tests.ddp.test_lifetime import fork_in_every_way; fork_in_every_way(sys.argv[1])"

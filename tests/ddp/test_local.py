@@ -120,10 +120,13 @@ def interrupted(comm, algorithm, settings, rounds):
 MODES = {"plain": {}, "streamed": {"fragments": 3, "delay": 1}}
 ALGORITHMS = (SPARSE, TopkA(density=0.05), GTopk(density=0.05), Dense())
 QUICK = [(12, "plain", SPARSE), (12, "streamed", TopkA(density=0.05))]
-SLOW = [pytest.param(200, mode, each, marks=pytest.mark.slow) for mode in MODES for each in ALGORITHMS]
+PAIRS = [(mode, each) for mode in MODES for each in ALGORITHMS]
+OFTEN = [
+    pytest.param(200, *pair, marks=pytest.mark.slow if i % 3 == 0 else pytest.mark.long) for i, pair in enumerate(PAIRS)
+]
 
 
-@pytest.mark.parametrize(("rounds", "mode", "algorithm"), [*QUICK, *SLOW])
+@pytest.mark.parametrize(("rounds", "mode", "algorithm"), [*QUICK, *OFTEN])
 def test_what_workers_moved_was_delivered_or_is_held_back(rounds, mode, algorithm):
     every = run_local(3, partial(interrupted, algorithm=algorithm, settings=MODES[mode], rounds=rounds))
     accounts = [each for each, _ in every]

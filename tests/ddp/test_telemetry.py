@@ -232,7 +232,8 @@ def test_a_sink_that_hangs_is_dropped_and_training_goes_on():
         assert time.monotonic() - before < 15
     released.set()
     assert [record.step for record in memory.records] == list(range(step + 3))
-    assert lines.getvalue().count("Trapped hangs") == 2 * rank
+    half = "Trapped hangs, and gets no more records: it took over 2 s"  # of the timeout: before others give up
+    assert lines.getvalue().count(half) == lines.getvalue().count("Trapped hangs") == 2 * rank
     assert "oktopk exchange" not in exchange_threads()
 
 

@@ -1,6 +1,7 @@
 """A GPT learns text: the figures of a run, all optimizers, and a stop on either side of the switch."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from oktopk.train.optimizers import make_optimizers
 from tests.train.runs import last, succeed, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
+long = partial(pytest.param, marks=pytest.mark.long)
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
@@ -80,7 +82,7 @@ def test_validation_is_that_of_the_saved_net(run, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [2, 3, 6])  # before, at and after the switch
+@pytest.mark.parametrize("stop", [long(2), 3, long(6)])  # before, at and after the switch
 def test_resume_equals_never_having_stopped(tmp_path, run, tiny, stop):
     folder = tmp_path / "run"
     optimizer = run.of("run")[0]["config"]["optimizer"]

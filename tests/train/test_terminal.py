@@ -51,7 +51,7 @@ def lines_of(said):
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said))
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("width", [60, *(pytest.param(width, marks=pytest.mark.long) for width in (80, 100))])
 def test_bar_count_and_time_left_stay_and_text_goes_first(width, speech, tmp_path):
     said, status = typed(
         ["train", *SMALL.split(), "--nproc", 1, "--max-steps", 16, "--data-dir", speech], width, tmp_path

@@ -84,10 +84,7 @@ def attach(
         dense_steps=int(within("dense_steps", dense_steps, 0)),
         exclude=rules_for(exclude, wrapper.parameters, used),
         clip=None if clip is None else within("clip", clip, 0, open_low=True),
-        density_schedule=tuple(
-            (int(within("steps of density_schedule", steps, 1)), within("density", density, 0, 1, open_low=True))
-            for steps, density in density_schedule or ()
-        ),
+        density_schedule=_schedule_of(density_schedule or (), used),
         on_nonfinite=one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip")),
         scaled=scaler is not None and bool(scaler.is_enabled()),
         sparse_momentum=None if sparse_momentum is None else within("sparse_momentum", sparse_momentum, 0, 1),
@@ -95,18 +92,34 @@ def attach(
     if sparse_momentum is not None and optimizer is None:
         raise SettingError("sparse_momentum is set in an optimizer: give attach optimizer=, too")
     optimizers = None if optimizer is None else optimizers_of(optimizer, model.parameters())
-    can_keep = isinstance(wrapper, DDPWrapper) and not wrapper.is_mixed
-    config.exchanges_updates = can_keep and can_exchange_updates(optimizers, wrapper.parameters.values())
-    for _, density in config.density_schedule:
-        config.algorithm.with_density(density)  # raises if the algorithm has none
-    if not config.scaled:
-        watch_scalers()
+    config.exchanges_updates = _exchanges_updates(wrapper, optimizers)
     attached = Attached(model, wrapper, config, scaler, optimizers, sinks, timeout)
+    _begin(attached, wrapper)
+    return attached
+
+
+def _exchanges_updates(wrapper: DDPWrapper | FSDPWrapper, optimizers: Sequence[Optimizer] | None) -> bool:
+    can_keep = isinstance(wrapper, DDPWrapper) and not wrapper.is_mixed
+    return can_keep and can_exchange_updates(optimizers, wrapper.parameters.values())
+
+
+def _begin(attached: Attached, wrapper: DDPWrapper | FSDPWrapper) -> None:
+    """Register the hook, compile the kernels, and say what is active."""
     wrapper.register(attached)
     attached.compile_kernels()
     attached.announce()
     attached._engine.log_settings(wrapper.name)
-    return attached
+
+
+def _schedule_of(given: Sequence[tuple[int, float]], algorithm: Algorithm) -> tuple[tuple[int, float], ...]:
+    """Return the (steps, density) of a schedule; raise if one cannot be, or if the algorithm has no density."""
+    schedule = []
+    for steps, density in given:
+        schedule.append(
+            (int(within("steps of density_schedule", steps, 1)), within("density", density, 0, 1, open_low=True))
+        )
+        algorithm.with_density(density)  # raises if it has none
+    return tuple(schedule)
 
 
 class Attached(Handle):
@@ -130,6 +143,8 @@ class Attached(Handle):
         self._model = weakref.ref(model)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.looks_for_scaler = not config.scaled
+        if self.looks_for_scaler:
+            watch_scalers()
         self._done: Future[Exception | None] = Future()  # of the step that is being made
         self.group, shards, own = wrapper.open_groups(timeout)
         comm = MeteredComm(ProcessGroupComm(self.group))
