@@ -86,7 +86,8 @@ def seen_in(found):
 
 def packed_by(kernels, found, cuts, turn, capacity, rows=None):
     blocks = poisoned(len(cuts) - 1, HEADER_WORDS + 2 * capacity, dtype=torch.int32)
-    kernels.pack_blocks(found, cuts.to(DEVICE), turn_of(turn), blocks, capacity, rows)
+    rooms = torch.full((len(cuts) - 1,), capacity, dtype=torch.int32, device=DEVICE)
+    kernels.pack_blocks(found, cuts.to(DEVICE), turn_of(turn), blocks, capacity, rooms, rows)
     return blocks
 
 

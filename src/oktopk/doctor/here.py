@@ -23,10 +23,10 @@ LSTM_NUMEL = 27_569_568
 """Parameters of the paper's speech recogniser."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-RESIDENT = OkTopk(wire="fp32")
+RESIDENT = OkTopk()
 """Settings with which steps stay on a GPU that supports it."""
 
-ON_DEVICE = {"the defaults": OkTopk(), 'wire="fp32"': RESIDENT, "OkTopkPaper": OkTopkPaper()}
+ON_DEVICE = {"OkTopk": RESIDENT, "OkTopkPaper": OkTopkPaper()}
 
 
 def versions() -> Iterator[Finding]:
