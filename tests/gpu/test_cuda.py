@@ -241,7 +241,7 @@ def work(rank, size, backend, folder):
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo"), (2, "nccl")])
+@pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo"), (4, "gloo"), (2, "nccl")])
 def test_gpu_gives_the_bits_of_the_cpu(size, backend, tmp_path):
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and there is one here")

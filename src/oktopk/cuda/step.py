@@ -275,7 +275,7 @@ class StepKind(NamedTuple):
 
 
 class _Outbox:
-    """What a rank sends: `blocks` as they travel, and `pairs`, which they are made of.
+    """A rank's messages: `blocks` as they travel, and `pairs`, which they are made of.
 
     A block has its slice of the dense tail behind its words. Where blocks travel as they are, the two are one.
     """

@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.language import constexpr
 
 from oktopk.cuda import reference
-from oktopk.cuda.launch import kernel
 from oktopk.cuda.reference import Found, Rows, group_of, rescale, sample_of
 from oktopk.cuda.triton_codec import decode, encode
+from oktopk.cuda.triton_launch import kernel
 
 __all__ = ["accumulate_compact", "compact", "decode", "deliver", "encode", "gather_zero", "measure_rows"]
 __all__ += ["pack_blocks", "refuse_malformed", "rollback_if", "sample_threshold", "scatter_add", "select_threshold"]

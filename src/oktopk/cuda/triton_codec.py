@@ -18,8 +18,8 @@ from triton.language import constexpr
 from oktopk import codec
 from oktopk.codec import values
 from oktopk.cuda import reference
-from oktopk.cuda.launch import kernel
 from oktopk.cuda.packing import Packing
+from oktopk.cuda.triton_launch import kernel
 
 HEADER, FIELDS = constexpr(codec.HEADER_WORDS), constexpr(len(codec.Layout._fields))
 GROUP, STEPS = constexpr(values.GROUP), constexpr(float(values.STEPS))
