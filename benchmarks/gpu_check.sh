@@ -13,6 +13,7 @@ PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}:$PWD/.gpu-packages" PYTHONUNBUFFERED=1
 BEGAN=$SECONDS
+"$PYTHON" -c "import torch, triton, pytest, pytest_timeout, hypothesis, rich; assert torch.cuda.is_available(), 'no GPU'" || exit 2
 
 # run NAME SECONDS COMMAND...: its output to a log, and its status and time into the table
 run() {
