@@ -37,8 +37,8 @@ ALGORITHMS = {
     "plain DDP": None,
     "1 %, fp32": oktopk.OkTopk(density=0.01, wire="fp32"),
     "1 %, fp32, by magnitude": oktopk.OkTopk(density=0.01, wire="fp32", ranking="magnitude"),
-    "the default, in fp32": oktopk.OkTopk(wire="fp32"),
     "the default": oktopk.OkTopk(),
+    "the default, in int8": oktopk.OkTopk(wire="int8"),
 }
 
 

@@ -136,7 +136,7 @@ def test_words_that_cannot_be_are_marked_and_written_nowhere(wire, seed):
     def received(kernels):
         pairs = decoded(kernels, blocks, packing, packing.rows)
         marked = pairs.clone()
-        kernels.refuse_malformed(marked, cuts, capacity)
+        kernels.refuse_malformed(marked, cuts, capacity, True)
         fine = marked[:, 1] == 0
         there = torch.arange(capacity, device=DEVICE) < marked[:, :1]
         parts = (marked[:, HEADER_WORDS:][:, i * capacity :][:, :capacity] for i in range(2))

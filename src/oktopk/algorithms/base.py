@@ -261,7 +261,7 @@ class OkTopkSettings(Algorithm):
     ranking         "magnitude": by |acc|; "scaled": by |acc| over a running rms of the gradient in its segment (a row
                     of a matrix), so that quiet rows wait no longer than loud ones
     wire            "fp32", "bf16" or "int8": the narrow ones round values and pack indices, to half the bytes and less;
-                    "auto": int8, but fp32 at density 1, so that it equals dense
+                    "auto": int8, but fp32 at density 1, so that it equals dense, and on the device path
     rescale_every   steps between measurements of the gradient, for the scales
     """
 

@@ -23,8 +23,9 @@ class Packing:
 
     def __init__(self, codec: Codec, capacity: int, size: int, device: torch.device) -> None:
         self.wire, self.capacity = codec.wire, capacity
-        self.words = self.words_for(codec, -(-codec.numel // size), capacity)
-        spans = list(_spans(-(-codec.numel // size), codec.numel))
+        even = -(-codec.numel // size)
+        self.words = self.words_for(codec, even, capacity)
+        spans = [even] if self.is_plain else list(_spans(even, codec.numel))
         self.table = [self._layout(codec, span) for span in spans]
         self.most_lows = max(layout.highs_at - HEADER_WORDS for layout in self.table)
         self.most_highs = max(layout.scales_at - layout.highs_at for layout in self.table)

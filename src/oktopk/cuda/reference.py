@@ -260,17 +260,19 @@ def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor
     return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
 
 
-def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int, is_sorted: bool) -> None:
     """Mark each block whose count, indices or demand cannot be, so that the step is refused.
 
-    Indices increase, so that the first of them is not negative, and no two are the same. Block i is of region i between
-    the cuts; all are of the only one if these are two.
+    Block i is of region i between the cuts; all are of the only one if these are two. Where `is_sorted`, the indices of
+    each must increase.
     """
     count, told, length = blocks[:, :1], blocks[:, 2:HEADER_WORDS].long(), cuts.diff()[:, None]
     index = blocks[:, HEADER_WORDS : HEADER_WORDS + capacity]
     there = torch.arange(capacity, device=blocks.device) < count
-    before = torch.nn.functional.pad(index, (1, 0), value=-1)[:, :-1]
-    outside = (there & ((index <= before) | (index >= length))).any(1, keepdim=True)
+    least = torch.zeros_like(index)
+    if is_sorted:
+        least[:, 1:] = index[:, :-1] + 1
+    outside = (there & ((index < least) | (index >= length))).any(1, keepdim=True)
     wanted = told[:, :1] + (told[:, 1:] << 31)
     head = (count < 0) | (count > capacity) | (told < 0).any(1, keepdim=True) | (wanted > length * len(blocks))
     blocks[:, 1:2] = torch.where(head | outside, 1, blocks[:, 1:2])

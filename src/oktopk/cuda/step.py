@@ -18,6 +18,7 @@ behind its pairs, which the owner sums.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import OkTopkState
+from oktopk.algorithms.base import AUTO, OkTopkState
 from oktopk.algorithms.oktopk import OkTopk, capacity_of, may_rebalance
 from oktopk.codec import HEADER_WORDS
 from oktopk.codec.values import round_to
@@ -67,7 +68,7 @@ class CudaStep:
         self.kernels = step_kernels(device)
         self.rows = None if ranking.is_magnitude else Rows(ranking.bounds, ranking.squares, ranking.scale, device)
         self.found = Found(numel, room_for(algorithm.density), device)
-        self.packing = Packing(algorithm.codec(numel), capacity, size, device)
+        self.packing = Packing(as_on_device(algorithm).codec(numel), capacity, size, device)
         self.outbox = _Outbox(self.packing, size, -(-dense_tail // size), device)
         self.pairs = None if self.packing.is_plain else self.outbox.pairs.clone()  # of the blocks that arrived
         self.owner = _Owner(numel, size, self.packing, -(-dense_tail // size), device) if size > 1 else None
@@ -178,7 +179,7 @@ class CudaStep:
         """Write the mean of these blocks, and what remains; return their pairs."""
         pairs, sent = self._decoded(gathered, self.packing.rows), self.outbox.pairs
         if self.owner is not None:
-            self.kernels.refuse_malformed(pairs, self.cuts, self.capacity)
+            self.kernels.refuse_malformed(pairs, self.cuts, self.capacity, not self.packing.is_plain)
         kept = None if self.packing.is_plain else sent if self.owner is None else self.owner.outbox.pairs
         sparse = (each[: self.numel] for each in (out, acc, held))
         self.kernels.deliver(
@@ -195,7 +196,8 @@ class CudaStep:
         kernels, size, capacity = self.kernels, self.comm.size, self.capacity
         layout = self.packing.rows[self.comm.rank : self.comm.rank + 1]
         arrived = self._decoded(blocks, layout)
-        kernels.refuse_malformed(arrived, self.cuts[self.comm.rank : self.comm.rank + 2], capacity)
+        cuts = self.cuts[self.comm.rank : self.comm.rank + 2]
+        kernels.refuse_malformed(arrived, cuts, capacity, not self.packing.is_plain)
         for block in arrived:
             kernels.scatter_add(block, capacity, owner.region)
         for block, total in zip(arrived, owner.total, strict=True):
@@ -308,24 +310,38 @@ class _Owner:
         self.found = Found(size * packing.capacity, TILE, device)
         self.cuts = torch.tensor([0, size * packing.capacity], device=device)
         self.outbox = _Outbox(packing, 1, tail, device)
+        self.sorts = not packing.is_plain
 
     def fill_(self, index: Tensor, total: Tensor, bad: Tensor, demand: Tensor) -> None:
-        """Make the block's pairs, which are places among what arrived, the pairs that are there, by their indices.
+        """Make the block's pairs, which are places among what arrived, the pairs that are there.
 
-        A block of a step that is refused is empty: the indices of one that cannot be may be of any order.
+        Where they will be packed they are sorted, and there are none in a step that is refused: the indices of a block
+        that cannot be may be any.
         """
         block = self.outbox.pairs[0]
         count, head = block[:1], block[:HEADER_WORDS]
         bad = bad | (head[1:2] != 0)
-        count.masked_fill_(bad, 0)
+        if self.sorts:
+            count.masked_fill_(bad, 0)
         places, values = block[HEADER_WORDS : HEADER_WORDS + 2 * self.total.shape[1]].chunk(2)
         there = torch.arange(len(places), device=places.device) < count
         place = torch.where(there, places, 0)
-        ranked, order = torch.where(there, index[place], MOST_INDEX).sort()
-        places.copy_(ranked)
-        values.copy_(total[place[order]].view(torch.int32))
+        taken = index[place]
+        if self.sorts:
+            taken, order = torch.where(there, taken, MOST_INDEX).sort()
+            place = place[order]
+        places.copy_(taken)
+        values.copy_(total[place].view(torch.int32))
         head[1:2] = bad  # a flag: a sum of counts might come to 2^32, which is none
         head[2:4] = torch.stack([demand & reference.LOW, demand >> 31])  # for all to cut fairer regions by
+
+
+def as_on_device(algorithm: OkTopk) -> OkTopk:
+    """Return the algorithm with the wire of its device steps.
+
+    "auto" is float32 there, because the packed blocks have not been timed on a GPU; when they have, it is `algorithm`.
+    """
+    return replace(algorithm, wire="fp32") if algorithm.wire == AUTO else algorithm
 
 
 def supports_device_step(algorithm: Any, numel: int, dtype: torch.dtype, device: torch.device) -> bool:

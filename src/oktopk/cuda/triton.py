@@ -111,9 +111,9 @@ def pack_blocks(
         )  # fmt: skip
 
 
-def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int, is_sorted: bool) -> None:
     size, words = blocks.shape
-    _refuse((_grid(capacity), size), blocks, cuts, words, capacity, size, len(cuts) == 2)
+    _refuse((_grid(capacity), size), blocks, cuts, words, capacity, size, len(cuts) == 2, is_sorted)
 
 
 def scatter_add(block: Tensor, capacity: int, region: Tensor) -> None:
@@ -547,7 +547,7 @@ def _send_largest(
 
 
 @kernel("words", "capacity")
-def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr):
+def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr, SORTED: constexpr):
     """Look at a few slots of a block, and at its head; word 1, which is written, is read by nobody here."""
     block = blocks + tl.program_id(1).to(tl.int64) * words
     region = cuts
@@ -559,8 +559,10 @@ def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = (slot < count) & (slot < capacity)
     at = tl.load(block + HEADER + slot, there, other=0)
-    before = tl.load(block + HEADER + slot - 1, there & (slot > 0), other=-1)
-    outside = tl.max((there & ((at <= before) | (at >= length))).to(tl.int32), 0)
+    wrong = (at < 0) | (at >= length)
+    if SORTED:
+        wrong = wrong | (at <= tl.load(block + HEADER + slot - 1, there & (slot > 0), other=-1))
+    outside = tl.max((there & wrong).to(tl.int32), 0)
     head = (count < 0) | (count > capacity) | (low < 0) | (high < 0) | (wanted > length * SIZE)
     if head | (outside != 0):
         tl.store(block + 1, 1)

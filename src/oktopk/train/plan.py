@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from oktopk.algorithms import OkTopk
 from oktopk.cost import predict
+from oktopk.cuda.step import as_on_device, supports_device_step
 from oktopk.ddp.exclude import smallest
 from oktopk.selection import num_selected
 from oktopk.telemetry.format import count, format_bytes
@@ -62,6 +64,9 @@ class Plan:
     def sparse_bytes(self) -> int:
         """Bytes that a worker typically sends in a sparse step, headers and agreements aside."""
         algorithm, numel = self.config.algorithm(), self.sparse_numel
+        on_device = supports_device_step(algorithm, numel, torch.float32, torch.device(self.device))
+        if on_device and isinstance(algorithm, OkTopk):
+            algorithm = as_on_device(algorithm)
         dense_tail = 2 * WORD_BYTES * (self.numel - numel) * (self.workers - 1) // self.workers
         return dense_tail + round(WORD_BYTES * predict(algorithm, numel, self.workers).typical)
 
