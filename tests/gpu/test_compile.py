@@ -10,6 +10,7 @@ import torch
 
 import oktopk
 from oktopk.codec.values import WIRES
+from oktopk.cuda.reference import group_of
 from tests.cases import device_step
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -93,6 +94,13 @@ def test_the_kernels_of_steps_compile(compiled, wire, size):
     packed = {"_encode", "_count_ones", "_decode"} if wire == "fp32" else set()
     owned = {"_refuse", "_add"} if size == 1 else set()
     assert compiled == names - packed - owned
+
+
+def test_those_of_a_large_vector_compile(compiled):
+    """It counts more tiles together: those of a small one, by a number that a large one has."""
+    with mock.patch("oktopk.cuda.triton.group_of", return_value=group_of(1 << 20)):
+        oktopk.run_local(2, partial(steps, wire="fp32"))
+    assert {"_find", "_plan", "_send"} <= compiled
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
