@@ -36,7 +36,7 @@ from oktopk.algorithms.oktopk import capacity_of
 from oktopk.bench.machine import num_cores, torch_threads
 from oktopk.bench.models import heavy_tailed
 from oktopk.bench.processes import spread
-from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec import Codec
 from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.packing import Packing
 from oktopk.cuda.reference import Found, room_for
@@ -44,6 +44,7 @@ from oktopk.feedback import Residual
 from oktopk.kernels import REFERENCE, kernels_for
 from oktopk.partition import even_cuts
 from oktopk.selection import num_selected
+from oktopk.words import HEADER_WORDS
 
 NUMELS = (1_000_000, 27_569_568, 133_547_324, 536_870_912)
 DENSITIES = (0.03, 0.01, 0.001)

@@ -13,11 +13,12 @@ import oktopk
 from oktopk import Sparse
 from oktopk.algorithms.base import InputStatus
 from oktopk.algorithms.oktopk import capacity_of
-from oktopk.codec import HEADER_WORDS, WORD_BYTES, Codec
+from oktopk.codec import Codec
 from oktopk.codec.values import WIRES
 from oktopk.cost import predict
 from oktopk.cuda.reference import TILE
 from oktopk.selection import num_selected
+from oktopk.words import HEADER_WORDS, WORD_BYTES
 from tests.cases import Case, device_step, trace
 from tests.ddp.harness import on_threads
 from tests.laws import check_conserved, check_record, check_same_result

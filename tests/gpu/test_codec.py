@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from oktopk import MalformedError, Sparse
-from oktopk.codec import HEADER_WORDS, Codec, Layout
+from oktopk.codec import Codec, Layout
 from oktopk.codec.values import WIRES
 from oktopk.cuda import reference as plain
 from oktopk.cuda.packing import Packing
 from oktopk.partition import even_cuts
+from oktopk.words import HEADER_WORDS
 from tests.gpu.test_triton import DEVICE, DTYPES, INTERPRETED, POISON, alike, made, pytestmark, turn_of
 from tests.laws import same_bits
 

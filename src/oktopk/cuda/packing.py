@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from oktopk.codec import HEADER_WORDS, Codec, Layout
+from oktopk.codec import Codec, Layout
+from oktopk.words import HEADER_WORDS
 
 WIDER = 1.5
 """Factor from one span in the table to the next, because an index of a span that is half as long again takes at most

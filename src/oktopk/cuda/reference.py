@@ -18,11 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oktopk.codec import HEADER_WORDS, Layout, values
+from oktopk.codec import Layout, values
 from oktopk.codec.indices import PLAIN
 from oktopk.cuda.packing import Packing
 from oktopk.kernels import REFERENCE
 from oktopk.kernels.reference import bits_of, running, scales_of
+from oktopk.words import HEADER_WORDS
 
 TILE = 1024
 LEAST_ROOM = 4

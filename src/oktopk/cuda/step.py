@@ -29,7 +29,6 @@ from torch import Tensor
 
 from oktopk.algorithms.base import AUTO, OkTopkState
 from oktopk.algorithms.oktopk import OkTopk, capacity_of, may_rebalance
-from oktopk.codec import HEADER_WORDS
 from oktopk.codec.values import round_to
 from oktopk.comm.base import Comm
 from oktopk.cuda import reference
@@ -37,6 +36,7 @@ from oktopk.cuda.packing import Packing
 from oktopk.cuda.reference import LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import SWEEP_EVERY, even_cuts, is_sweep, sweep_stride, sweep_width
 from oktopk.selection import SAMPLE_HITS, TURN_EVERY, num_selected
+from oktopk.words import HEADER_WORDS
 
 REBALANCE_EVERY = 16
 MOST_INDEX = (1 << 31) - 1

@@ -21,7 +21,7 @@ from oktopk.cuda import reference
 from oktopk.cuda.packing import Packing
 from oktopk.cuda.triton_launch import kernel
 
-HEADER, FIELDS = constexpr(codec.HEADER_WORDS), constexpr(len(codec.Layout._fields))
+HEADER, FIELDS = constexpr(reference.HEADER_WORDS), constexpr(len(codec.Layout._fields))
 GROUP, STEPS = constexpr(values.GROUP), constexpr(float(values.STEPS))
 LEAST_EXPONENT, MOST_EXPONENT = map(constexpr, values.EXPONENTS)
 LARGEST_BF16 = constexpr(torch.finfo(torch.bfloat16).max)

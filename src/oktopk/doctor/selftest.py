@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import OkTopk
-from oktopk.codec import HEADER_WORDS, Codec
+from oktopk.codec import Codec
 from oktopk.codec.indices import field_words
 from oktopk.comm import Comm, run_local
 from oktopk.cuda import reference as plain_torch
@@ -22,6 +22,7 @@ from oktopk.doctor.report import FAIL, OK, Finding
 from oktopk.kernels import REFERENCE, WORTH_COMPILING, Kernels, kernels_for
 from oktopk.partition import even_cuts
 from oktopk.reducer import Reducer
+from oktopk.words import HEADER_WORDS
 
 ABOUT = "self-test"
 SIZES = (1, 1000, WORTH_COMPILING + 77, 300_007)
