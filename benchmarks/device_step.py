@@ -2,10 +2,10 @@
 
     python -m benchmarks.device_step --model lstman4 --batch 16
 
-One rank over NCCL: nothing travels, so that what is left is what selecting costs. Plain DDP, and attachments whose
-steps stay on the device, take turns; a step is forward, backward and the optimizer's, and its time ends when the GPU is
-done. A few steps are timed as one, as a training makes them. Hosts are noisy: what counts is the median over many laps
-of how much longer a lap's steps took than plain DDP's in the same lap, and between what it lies. Last line: JSON.
+One rank over NCCL: nothing travels, so that what is left is what selecting costs. Plain DDP and attachments take
+turns; a step is forward, backward and the optimizer's, and its time ends when the GPU is done. A few steps are timed
+as one, as a training makes them. Hosts are noisy: what counts is the median over many laps of how much longer a lap's
+steps took than plain DDP's in the same lap, and between what it lies. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ RUN = 3
 WARM_UP = 20
 ALGORITHMS = {
     "plain DDP": None,
-    "stays on the device, 1 %": oktopk.OkTopk(density=0.01, wire="fp32"),
-    "stays, 1 %, by magnitude": oktopk.OkTopk(density=0.01, wire="fp32", ranking="magnitude"),
+    "1 %, fp32": oktopk.OkTopk(density=0.01, wire="fp32"),
+    "1 %, fp32, by magnitude": oktopk.OkTopk(density=0.01, wire="fp32", ranking="magnitude"),
     "the default": oktopk.OkTopk(),
+    "the default, in int8": oktopk.OkTopk(wire="int8"),
 }
 
 

@@ -3,9 +3,12 @@
     python -m benchmarks.select                  # on the GPU, if there is one
     python -m benchmarks.select --device cpu
 
-On a GPU: add, select and pack. The floor is 12 bytes an element (read gradient and residual, write residual) at the
-speed of a copy measured in the same run. Beside it: `torch.topk(acc.abs(), k)`, which selects and does nothing else;
-and the whole bounded `Reducer.all_reduce` of one rank over NCCL: that finds a threshold and writes the result, too.
+On a GPU: add, select and write what was selected into a block for each of four owners; then pack these blocks as they
+travel, indices in few bits and values in int8, and unpack as many. The floor of the first is 12 bytes an element (read
+gradient and residual, write residual) at the speed of a copy measured in the same run. Beside it:
+`torch.topk(acc.abs(), k)`, which selects and does nothing else; and the whole bounded `Reducer.all_reduce` of one rank
+over NCCL, with float32 on the wire and with int8: that finds a threshold and writes the result, too. One rank
+sends nothing, but packs and unpacks what it would.
 
 On a CPU: the fused pass (add, and note what reaches a threshold) of the kernels that are in use, against the reference
 in plain torch and a triad over the same arrays, with one thread and with all cores. Last line: JSON.
@@ -33,15 +36,18 @@ from oktopk.algorithms.oktopk import capacity_of
 from oktopk.bench.machine import num_cores, torch_threads
 from oktopk.bench.models import heavy_tailed
 from oktopk.bench.processes import spread
+from oktopk.codec import Codec
 from oktopk.cuda.graphs import Graphs
-from oktopk.cuda.reference import HEADER_WORDS, Found, room_for
+from oktopk.cuda.packing import Packing
+from oktopk.cuda.reference import Found, room_for
 from oktopk.feedback import Residual
 from oktopk.kernels import REFERENCE, kernels_for
 from oktopk.partition import even_cuts
 from oktopk.selection import num_selected
+from oktopk.words import HEADER_WORDS
 
 NUMELS = (1_000_000, 27_569_568, 133_547_324, 536_870_912)
-DENSITIES = (0.02, 0.01, 0.001)
+DENSITIES = (0.03, 0.01, 0.001)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZE = 4
 """Regions, and blocks, that are packed into."""
@@ -80,24 +86,29 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
     threshold = kth_largest(held + grad, k)
     found = Found(numel, room_for(density), held.device)
     cuts, turn = even_cuts(numel, SIZE).cuda(), torch.zeros(1, dtype=torch.int32, device="cuda")
-    graphs = Graphs()
+    graphs, packing = Graphs(), Packing(Codec(numel, "int8"), capacity, SIZE, held.device)
     blocks = torch.zeros(SIZE, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device="cuda")
+    packed, back = blocks.new_zeros(SIZE, packing.words), torch.zeros_like(blocks)
 
     def whole(grad: Tensor) -> None:
         kernels.accumulate_compact(grad, held, acc, threshold, turn, found)
-        kernels.pack_blocks(found, cuts, turn, blocks, capacity)
+        kernels.pack_blocks(found, cuts, turn, blocks, capacity, packing.rooms)
 
     def launched() -> None:  # as the library does it
         graphs.run(whole, grad)
         graphs.capture()
 
-    reducer = oktopk.Reducer(oktopk.OkTopk(density=density, wire="fp32"), oktopk.ProcessGroupComm())
+    settings = (oktopk.OkTopk(density=density, wire=wire) for wire in ("fp32", "int8"))
+    plain, int8 = (oktopk.Reducer(each, oktopk.ProcessGroupComm()) for each in settings)
     out = torch.empty_like(grad)
     work = {
         "copy": lambda: acc.copy_(held),
         "find": lambda: kernels.accumulate_compact(grad, held, acc, threshold, turn, found),
         "select": launched,
-        "step": lambda: reducer.all_reduce(grad, out=out),
+        "encode": lambda: kernels.encode(blocks, packed, packing.rows, packing),
+        "decode": lambda: kernels.decode(packed, back, packing.rows, packing),
+        "step": lambda: plain.all_reduce(grad, out=out),
+        "int8_step": lambda: int8.all_reduce(grad, out=out),
         "topk": lambda: acc.abs().topk(k),
     }
     laps = [{name: seconds(each) for name, each in work.items()} for _ in range(LAPS)]
@@ -110,6 +121,7 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
         "floor_ms": 1e3 * median(lap["copy"] for lap in laps) * bytes_moved,
         "over_floor": median(lap["select"] / lap["copy"] for lap in laps) / bytes_moved,
         "step_over_floor": median(lap["step"] / lap["copy"] for lap in laps) / bytes_moved,
+        "int8_over_fp32": median(lap["int8_step"] / lap["step"] for lap in laps),
         "topk_over_ours": median(lap["topk"] / lap["select"] for lap in laps),
         "selected": int(blocks[:, 0].sum()),
         "wanted": k,
@@ -120,16 +132,18 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title=f"accumulate + select + pack, {torch.cuda.get_device_name()}")
     for name in ("elements", "density", "gradient", "copy ms", "floor ms", "one pass ms", "with packing ms", "x floor",
-                 "torch.topk ms", "x ours", "step ms", "x floor"):  # fmt: skip
+                 "torch.topk ms", "x ours", "encode ms", "decode ms", "fp32 step ms", "x floor", "int8 step ms",
+                 "x fp32"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             f"{row['numel']:,}", f"{row['density']:.1%}", row["dtype"], f"{row['copy_ms']:.3f}",
             f"{row['floor_ms']:.3f}", f"{row['find_ms']:.3f}", f"{row['select_ms']:.3f}", f"{row['over_floor']:.2f}",
-            f"{row['topk_ms']:.2f}", f"{row['topk_over_ours']:.1f}", f"{row['step_ms']:.3f}",
-            f"{row['step_over_floor']:.2f}",
+            f"{row['topk_ms']:.2f}", f"{row['topk_over_ours']:.1f}", f"{row['encode_ms']:.3f}",
+            f"{row['decode_ms']:.3f}", f"{row['step_ms']:.3f}", f"{row['step_over_floor']:.2f}",
+            f"{row['int8_step_ms']:.3f}", f"{row['int8_over_fp32']:.2f}",
         )  # fmt: skip
-    Console(width=140).print(table)
+    Console(width=200).print(table)
 
 
 def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[str, Any]:
@@ -173,6 +187,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--numel", type=int, nargs="+", help="default: 1 M to 537 M; on the CPU 1 M and 27.6 M")
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES))
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="on the GPU")
     parser.add_argument("--rounds", type=int, default=9, help="on the CPU")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
@@ -184,19 +199,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         show_cpu(rows)
         name = "cpu"
     else:
-        rows, name = time_on_gpu(chosen.numel or list(NUMELS), chosen.density), torch.cuda.get_device_name()
+        rows, name = (
+            time_on_gpu(chosen.numel or list(NUMELS), chosen.density, chosen.dtype),
+            torch.cuda.get_device_name(),
+        )
         show(rows)
     result = {"bench": "select", "device": name, "torch": torch.__version__, "rows": rows}
     print(json.dumps(result))
     return result
 
 
-def time_on_gpu(numels: list[int], densities: list[float]) -> list[dict[str, Any]]:
+def time_on_gpu(numels: list[int], densities: list[float], dtypes: list[str]) -> list[dict[str, Any]]:
     """Return the times of all sizes, densities and dtypes."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
-    for numel, density, dtype in itertools.product(numels, densities, DTYPES.values()):
-        rows.append(time_one(numel, density, dtype))
+    for numel, density, dtype in itertools.product(numels, densities, dtypes):
+        rows.append(time_one(numel, density, DTYPES[dtype]))
         torch.cuda.empty_cache()
     dist.destroy_process_group()
     return rows

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 NUMEL, STEPS = 20_000, 4
 BASELINES = (oktopk.TopkA, oktopk.TopkDSA, oktopk.GTopk, oktopk.GaussianK)
 ALGORITHMS = [oktopk.Dense(), *(each(density=0.05) for each in (*BASELINES, oktopk.OkTopk, oktopk.OkTopkPaper))]
-ALGORITHMS += [oktopk.OkTopk(density=0.05, **PLAIN), oktopk.OkTopk(density=0.05, wire="bf16")]
+ALGORITHMS += [oktopk.OkTopk(density=0.05, **PLAIN), *(oktopk.OkTopk(density=0.05, wire=w) for w in ("bf16", "int8"))]
 
 
 def would_stay(algorithm, numel, dtype, _):
@@ -58,7 +58,8 @@ def nothing_waits():
 
 def check_that_a_reducer_never_waits(device):
     magnitude = oktopk.OkTopk(density=0.01, ranking="magnitude")
-    for algorithm, segments in ((magnitude, None), (oktopk.OkTopk(), [1000] * 1000)):
+    rows = [1000] * 1000
+    for algorithm, segments in ((magnitude, None), (oktopk.OkTopk(), rows), (oktopk.OkTopk(wire="int8"), rows)):
         reducer = oktopk.Reducer(algorithm, oktopk.ProcessGroupComm(), segments=segments)
         grad = torch.randn(1_000_000, device=device)
         result = reducer.all_reduce(grad)
@@ -241,7 +242,7 @@ def work(rank, size, backend, folder):
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo"), (2, "nccl")])
+@pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo"), (4, "gloo"), (2, "nccl")])
 def test_gpu_gives_the_bits_of_the_cpu(size, backend, tmp_path):
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and there is one here")

@@ -86,7 +86,8 @@ def seen_in(found):
 
 def packed_by(kernels, found, cuts, turn, capacity, rows=None):
     blocks = poisoned(len(cuts) - 1, HEADER_WORDS + 2 * capacity, dtype=torch.int32)
-    kernels.pack_blocks(found, cuts.to(DEVICE), turn_of(turn), blocks, capacity, rows)
+    rooms = torch.full((len(cuts) - 1,), capacity, dtype=torch.int32, device=DEVICE)
+    kernels.pack_blocks(found, cuts.to(DEVICE), turn_of(turn), blocks, capacity, rooms, rows)
     return blocks
 
 
@@ -219,8 +220,8 @@ def test_blocks_that_cannot_be_are_marked_and_written_nowhere(seed):
     def receive(kernels):
         marked, shared, unmarked = came.clone(), came.clone(), came.clone()
         unmarked[:, 1] = 0
-        kernels.refuse_malformed(marked, cuts, capacity)
-        kernels.refuse_malformed(shared, cuts[1:3], capacity)
+        kernels.refuse_malformed(marked, cuts, capacity, False)
+        kernels.refuse_malformed(shared, cuts[1:3], capacity, True)
         whole, value, told = torch.zeros(4, numel + 2 * margin, device=DEVICE), poisoned(capacity), turn_of(0).repeat(6)
         region, out, acc, held = whole[:, margin:-margin]
         kernels.scatter_add(came[0], capacity, region)

@@ -14,6 +14,7 @@ block, and the algorithms give it back to the residual.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ from oktopk.sparse import Sparse
 from oktopk.words import HEADER_WORDS
 
 _LOW = (1 << 31) - 1
+
+
+class Layout(NamedTuple):
+    """The places of the fields in a packed block of `capacity` pairs, in words; the indices begin behind the header."""
+
+    capacity: int
+    low_bits: int
+    highs_at: int
+    scales_at: int
+    steps_at: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,15 @@ class Codec:
     def words(self, capacity: int) -> int:
         """Return the words of a block of `capacity` pairs."""
         return HEADER_WORDS + sum(self._index_fields(capacity)) + self.value_words(capacity)
+
+    def layout(self, capacity: int) -> Layout:
+        """Return the places of the fields in a block of `capacity` pairs."""
+        lows, *highs = self._index_fields(capacity)
+        scales_at = HEADER_WORDS + lows + sum(highs)
+        return Layout(
+            capacity, self._low_bits(capacity), HEADER_WORDS + lows, scales_at,
+            scales_at + values.num_scales(self.wire, capacity),
+        )  # fmt: skip
 
     def _low_bits(self, capacity: int) -> int:
         """Return the low bits of an index; PLAIN where indices are not packed."""

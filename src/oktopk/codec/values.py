@@ -28,7 +28,12 @@ def num_words(wire: str, count: int) -> int:
     [1000, 500, 254]
     """
     per_word = 4 // WIRES[wire].itemsize
-    return -(-count // per_word) + (-(-count // GROUP) if wire == "int8" else 0)
+    return -(-count // per_word) + num_scales(wire, count)
+
+
+def num_scales(wire: str, count: int) -> int:
+    """Return how many of these words are scales: they come first."""
+    return -(-count // GROUP) if wire == "int8" else 0
 
 
 def write_(wire: str, words: Tensor, value: Tensor) -> Tensor | None:
@@ -40,7 +45,7 @@ def write_(wire: str, words: Tensor, value: Tensor) -> Tensor | None:
     steps, scale = _quantise(value)
     words.view(torch.float32)[: len(scale)] = scale
     words[_num_groups(words) :].view(torch.int8)[: len(value)] = steps
-    return value - _scaled(steps, scale, value.dtype)
+    return value - scaled(steps, scale, value.dtype)
 
 
 def read(wire: str, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -50,14 +55,14 @@ def read(wire: str, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     scale = words.view(torch.float32)[: -(-count // GROUP)]
     if not bool((scale >= 2.0 ** EXPONENTS[0]).all()):  # of NaN, too, that is false
         raise MalformedError(f"a scale of int8 values must be at least 2**{EXPONENTS[0]}, not {scale.min().item():g}")
-    return _scaled(words[_num_groups(words) :].view(torch.int8)[:count], scale, dtype)
+    return scaled(words[_num_groups(words) :].view(torch.int8)[:count], scale, dtype)
 
 
 def rounded(wire: str, value: Tensor) -> Tensor:
     """Return the values as they arrive."""
     if wire != "int8":
         return round_to(value, WIRES[wire]).to(value.dtype)
-    return _scaled(*_quantise(value), value.dtype)
+    return scaled(*_quantise(value), value.dtype)
 
 
 def is_exact(wire: str, dtype: torch.dtype) -> bool:
@@ -99,7 +104,8 @@ def _quantise(value: Tensor) -> tuple[Tensor, Tensor]:
     return steps.view(-1)[: len(value)].to(torch.int8), scale
 
 
-def _scaled(steps: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(steps: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of these steps, GROUP of which share a scale."""
     groups = pad(steps.to(dtype), (0, -len(steps) % GROUP)).view(-1, GROUP)
     value = groups * scale.to(dtype)[:, None]
     if bool(scale.isinf().any()):

@@ -5,19 +5,27 @@ A vector is cut into tiles of `TILE` elements. A tile's slots hold its large ele
 that positions in a message follow from sums over counts and are the same in every run. Where slots are short, the
 largest elements get them; among equals `turn`, the number of the step, decides.
 
+The codec's blocks are what travels (`encode`, `decode`); the other kernels work on these, unpacked:
+
     words of a block    0 how many pairs; 1 not zero if its rank met a NaN or Inf, or if `refuse_malformed` refused it
                         2, 3 how many pairs its rank wanted to send
                         then room for `capacity` indices, counted from the start of the region; then for as many values;
                         what may follow is not looked at here
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from oktopk.kernels.reference import running, scales_of
+from oktopk.codec import Layout, values
+from oktopk.codec.indices import PLAIN
+from oktopk.cuda.packing import Packing
+from oktopk.kernels import REFERENCE
+from oktopk.kernels.reference import bits_of, running, scales_of
+from oktopk.words import HEADER_WORDS
 
 TILE = 1024
-HEADER_WORDS = 4
 LEAST_ROOM = 4
 """Elements of a tile for each slot, at most: a tile has slots for a quarter of its elements or more."""
 
@@ -192,9 +200,12 @@ def compact(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: 
 
 
 def pack_blocks(
-    found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rows: Rows | None = None
+    found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rooms: Tensor, rows: Rows | None = None
 ) -> None:
-    """Write what was found into a block for each region, as much as it has room for, and the headers."""
+    """Write what was found into a block for each region, as much as it has room for, and the headers.
+
+    There is room for `rooms` pairs in each, which is at most `capacity`.
+    """
     tiles, room = found.place.shape
     size, words = blocks.shape
     there = (torch.arange(room, device=found.place.device) < found.count[:, None]).view(-1)
@@ -202,17 +213,19 @@ def pack_blocks(
     value = found.value.view(-1)
     region = torch.bucketize(index, cuts[1:-1], right=True)
     score = value.abs() if rows is None else rows.score(value.abs(), index)
-    fits, slot = _fit(score, there, region, size, capacity, turn)
+    fits, slot = _fit(score, there, region, size, rooms.long(), turn)
     first = torch.where(fits, region * words + HEADER_WORDS + slot, blocks.numel())
     _scatter_(blocks, first, (index - cuts[region]).int())
     _scatter_(blocks, torch.where(fits, first + capacity, blocks.numel()), value.view(torch.int32))
     demand = _count_by(region, there, size)
     bad = found.bad.sum().expand_as(demand)
-    header = torch.stack([demand.clamp(max=capacity), bad, demand & LOW, demand >> 31], 1)
+    header = torch.stack([torch.minimum(demand, rooms), bad, demand & LOW, demand >> 31], 1)
     blocks[:, :HEADER_WORDS] = header.int()
 
 
-def _fit(score: Tensor, there: Tensor, group: Tensor, groups: int, room: int, turn: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(
+    score: Tensor, there: Tensor, group: Tensor, groups: int, room: int | Tensor, turn: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return which of those that are `there` have room, `room` in each group, and their slots in the order they lie in.
 
     The largest have it, and of those that equal the last of them those whose turn it is.
@@ -248,15 +261,19 @@ def _in_turn(rank: Tensor, demand: Tensor, turn: Tensor, room: Tensor) -> Tensor
     return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
 
 
-def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int, is_sorted: bool) -> None:
     """Mark each block whose count, indices or demand cannot be, so that the step is refused.
 
-    Block i is of region i between the cuts; all are of the only one if these are two.
+    Block i is of region i between the cuts; all are of the only one if these are two. Where `is_sorted`, the indices of
+    each must increase.
     """
     count, told, length = blocks[:, :1], blocks[:, 2:HEADER_WORDS].long(), cuts.diff()[:, None]
     index = blocks[:, HEADER_WORDS : HEADER_WORDS + capacity]
     there = torch.arange(capacity, device=blocks.device) < count
-    outside = (there & ((index < 0) | (index >= length))).any(1, keepdim=True)
+    least = torch.zeros_like(index)
+    if is_sorted:
+        least[:, 1:] = index[:, :-1] + 1
+    outside = (there & ((index < least) | (index >= length))).any(1, keepdim=True)
     wanted = told[:, :1] + (told[:, 1:] << 31)
     head = (count < 0) | (count > capacity) | (told < 0).any(1, keepdim=True) | (wanted > length * len(blocks))
     blocks[:, 1:2] = torch.where(head | outside, 1, blocks[:, 1:2])
@@ -291,13 +308,17 @@ def _scatter_(target: Tensor, slot: Tensor, source: Tensor) -> None:
 
 
 def deliver(
-    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor
-) -> None:
+    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor,
+    kept: Tensor | None = None, rank: int = 0,
+) -> None:  # fmt: skip
     """Write the mean over ranks of what all owners kept into `out`, zeros elsewhere; make `acc` what remains.
 
     Where this rank `sent` what was delivered nothing remains, but for what `out`'s dtype cannot hold. If any owner met
     a NaN or Inf, on its own or among what it was sent, `out` is zero and `acc` as it was `held`. The first words of
     `told` become how many pairs were sent and delivered, and whether all was finite (0); its last one counts the steps.
+
+    If the blocks were rounded, `sent` has the rounding errors in place of the values, and so has `kept`, the block of
+    this `rank` as an owner: these remain, too. A rank that is alone has kept what it sent, and rounded it once.
     """
     size = len(gathered)
     bad = (gathered[:, 1] != 0).any()
@@ -309,17 +330,105 @@ def deliver(
     mine = torch.where(slots < sent[:, :1], own, -1)
     taken = there & torch.isin(index, mine)
     mean = value / torch.tensor(float(size), device=value.device)  # by a number, a GPU would multiply by its inverse
-    rounded, kept = mean, torch.where(taken, 0.0, acc[torch.where(there, index, 0)])
+    rounded, remains = mean, torch.where(taken, 0.0, acc[torch.where(there, index, 0)])
+    if kept is not None:
+        remains = torch.where(taken, _errors_at(index, mine, sent, capacity), remains)
+        if size > 1:
+            remains[rank] = torch.where(there[rank], remains[rank] + _values_in(kept, capacity)[0], remains[rank])
     if out.dtype != torch.float32:  # float32 loses nothing, of a NaN either
         rounded = mean.clamp(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max).to(out.dtype)
-        kept += mean - rounded.float()
+        remains += mean - rounded.float()
     where = torch.where(there, index, len(acc)).view(-1)
     out.zero_()
     _scatter_(out, where, rounded)
-    _scatter_(acc, where, kept)
+    _scatter_(acc, where, remains)
     acc.copy_(torch.where(bad, held, acc))
     told[:3] = torch.stack([sent[:, 0].sum(), gathered[:, 0].sum(), bad.long()])
     told[-1:] += 1
+
+
+def _values_in(blocks: Tensor, capacity: int) -> Tensor:
+    return blocks[:, HEADER_WORDS + capacity : HEADER_WORDS + 2 * capacity].contiguous().view(torch.float32)
+
+
+def _errors_at(index: Tensor, mine: Tensor, sent: Tensor, capacity: int) -> Tensor:
+    """Return the rounding error of the value that this rank sent of each index; of any other where it sent none."""
+    ranked, order = mine.view(-1).sort(stable=True)
+    place = torch.searchsorted(ranked, index).clamp(max=max(len(ranked) - 1, 0))
+    return _values_in(sent, capacity).view(-1)[order[place]] if len(order) else index.float()
+
+
+def encode(pairs: Tensor, blocks: Tensor, layouts: Tensor, packing: Packing) -> None:
+    """Write the codec's blocks of these pairs; put the rounding errors in the place of the values.
+
+    Row i of `layouts` is the `Layout` of block i; all blocks have the only one if there is one. The note is a status as
+    `InputStatus` has it: 1 where word 1 of the pairs is not zero, otherwise four times the number of pairs wanted.
+    """
+    capacity, wire = packing.capacity, packing.wire
+    for pair, block, layout in zip(pairs, blocks, _layouts(layouts, len(blocks)), strict=True):
+        count, bad, low, high = pair[:HEADER_WORDS].tolist()
+        index, value = pair[HEADER_WORDS:][:count], pair[HEADER_WORDS + capacity :][:count].view(torch.float32)
+        words = block[: words_of(layout, wire)].zero_()
+        if layout.low_bits == PLAIN:
+            words[HEADER_WORDS : HEADER_WORDS + count] = index
+        elif count:
+            lows, highs = words[HEADER_WORDS : layout.highs_at], words[layout.highs_at : layout.scales_at]
+            REFERENCE.pack_(index.long(), 0, layout.low_bits, lows, highs)
+        error = values.write_(wire, words[layout.scales_at :], value)
+        note = 1 if bad else (low + (high << 31)) << 2
+        words[:HEADER_WORDS] = torch.tensor([count, layout.low_bits, note & LOW, note >> 31], dtype=torch.int32)
+        value.copy_(error)
+
+
+def words_of(layout: Layout, wire: str) -> int:
+    """Return the words of a block of this layout."""
+    return layout.scales_at + values.num_words(wire, layout.capacity)
+
+
+def decode(blocks: Tensor, pairs: Tensor, layouts: Tensor, packing: Packing) -> None:
+    """Write the pairs that these blocks hold, as `encode` wrote them: the values as they arrived.
+
+    Of words that `encode` cannot have written, pairs come that mean nothing, but none outside their block, and word 1
+    is not zero; `refuse_malformed` looks at the indices.
+    """
+    capacity, wire = packing.capacity, packing.wire
+    for block, pair, layout in zip(blocks, pairs, _layouts(layouts, len(blocks)), strict=True):
+        count, low_bits, low, high = block[:HEADER_WORDS].tolist()
+        most = min(max(count, 0), layout.capacity)
+        note = max(high, 0) << 31 | max(low, 0)
+        is_bad = note & 3 != 0 or count != most or low_bits != layout.low_bits or min(low, high) < 0
+        index, is_whole = _unpacked(block, most, layout)
+        value, is_known = _read(block, most, layout, wire)
+        pair[HEADER_WORDS : HEADER_WORDS + most] = index
+        pair[HEADER_WORDS + capacity : HEADER_WORDS + capacity + most] = value.view(torch.int32)
+        head = [count, int(is_bad or not is_whole or not is_known), note >> 2 & LOW, note >> 33]
+        pair[:HEADER_WORDS] = torch.tensor(head, dtype=torch.int32)
+
+
+def _layouts(layouts: Tensor, blocks: int) -> Sequence[Layout]:
+    rows = [Layout(*row) for row in layouts.tolist()]
+    return rows * blocks if len(rows) == 1 else rows
+
+
+def _unpacked(block: Tensor, count: int, layout: Layout) -> tuple[Tensor, bool]:
+    """Return `count` indices of a block, and whether it has so many."""
+    if layout.low_bits == PLAIN:
+        return block[HEADER_WORDS : HEADER_WORDS + count], True
+    place = bits_of(block[layout.highs_at : layout.scales_at]).nonzero().view(-1)
+    high = torch.full((count,), -1, device=block.device)
+    high[: len(place)] = place[:count] - torch.arange(min(count, len(place)), device=block.device)
+    bits = torch.arange(layout.low_bits, device=block.device)
+    lows = bits_of(block[HEADER_WORDS : layout.highs_at])[: count * layout.low_bits].view(count, layout.low_bits)
+    index = high << layout.low_bits | (lows << bits).sum(1)
+    return torch.where((high < 0) | (index > LOW), -1, index).int(), len(place) == count
+
+
+def _read(block: Tensor, count: int, layout: Layout, wire: str) -> tuple[Tensor, bool]:
+    """Return `count` values, and whether they can be: finite, and none of their scales too small."""
+    scale = block[layout.scales_at : layout.steps_at].view(torch.float32)[: values.num_scales(wire, count)]
+    steps = block[layout.steps_at : words_of(layout, wire)].view(values.WIRES[wire])[:count]
+    value = values.scaled(steps, scale, torch.float32) if len(scale) else steps.float()
+    return value, bool((scale >= 2.0 ** values.EXPONENTS[0]).all() & value.isfinite().all())
 
 
 def rollback_if(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:

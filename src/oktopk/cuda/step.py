@@ -5,11 +5,12 @@ it, up to the capacity.
 
     0  sample_threshold     from a sample of residual + gradient; now and then `measure_rows` for the scales
     1  accumulate_compact   acc = residual + gradient; the elements that reach the threshold, tile by tile: one pass
-    2  pack_blocks          a block for each owner: at most c = ceil(slack k/P) pairs
+    2  pack_blocks          a block for each owner: at most c = ceil(slack k/P) pairs; `encode` makes it the codec's
     3  exchange             all_to_all
     4  own                  the owner sums in rank order and keeps its share of the largest, at most c
     5  gather               all_gather
-    6  deliver              the mean into the result; the delivered part is taken out of the residual
+    6  deliver              the mean into the result; the delivered part is taken out of the residual, all but what
+                            rounding took from its values, and what the owner's rounding took from its sums
 
 The elements behind the sparse ones, the dense tail, travel in the same messages: each block has a slice of the tail
 behind its pairs, which the owner sums.
@@ -17,6 +18,7 @@ behind its pairs, which the owner sums.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,11 +32,14 @@ from oktopk.algorithms.oktopk import OkTopk, capacity_of, may_rebalance
 from oktopk.codec.values import round_to
 from oktopk.comm.base import Comm
 from oktopk.cuda import reference
-from oktopk.cuda.reference import HEADER_WORDS, LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
+from oktopk.cuda.packing import Packing
+from oktopk.cuda.reference import LARGEST, NOTHING, TILE, Found, Rows, bins, room_for, sample_of
 from oktopk.partition import SWEEP_EVERY, even_cuts, is_sweep, sweep_stride, sweep_width
 from oktopk.selection import SAMPLE_HITS, TURN_EVERY, num_selected
+from oktopk.words import HEADER_WORDS
 
 REBALANCE_EVERY = 16
+MOST_INDEX = (1 << 31) - 1
 MOST_NUMEL = (1 << 31) - TILE
 """Elements of a vector: places in it are 32 bits wide."""
 
@@ -55,7 +60,6 @@ class CudaStep:
         capacity = capacity_of(wanted, algorithm.slack, size)
         stride = max(wanted // SAMPLE_HITS, 1) | 1  # odd, unlike the length of most rows
         hits = max(round(wanted * sample_of(numel, stride) / max(numel, 1)), 1)
-        block = HEADER_WORDS + 2 * capacity + -(-dense_tail // size)
         known = (0.0, 0.0) if wanted == numel else (state.threshold, state.global_threshold)
         thresholds = torch.tensor(known).view(torch.int32).tolist()
         self.numel, self.dense_tail, self.comm, self.step = numel, dense_tail, comm, state.step
@@ -64,9 +68,12 @@ class CudaStep:
         self.kernels = step_kernels(device)
         self.rows = None if ranking.is_magnitude else Rows(ranking.bounds, ranking.squares, ranking.scale, device)
         self.found = Found(numel, room_for(algorithm.density), device)
-        self.blocks = torch.zeros(size, block, dtype=torch.int32, device=device)
-        self.owner = _Owner(numel, size, capacity, block, device) if size > 1 else None
+        self.packing = Packing(as_on_device(algorithm).codec(numel), capacity, size, device)
+        self.outbox = _Outbox(self.packing, size, -(-dense_tail // size), device)
+        self.pairs = None if self.packing.is_plain else self.outbox.pairs.clone()  # of the blocks that arrived
+        self.owner = _Owner(numel, size, self.packing, -(-dense_tail // size), device) if size > 1 else None
         self.cuts = (even_cuts(numel, size) if wanted == numel else state.cuts).to(device)
+        self.packing.follow_(self.cuts)
         self.words = torch.tensor([0, 0, 0, *thresholds, state.step], dtype=torch.int32, device=device)
         self.threshold = self.words[3:4].view(torch.float32)  # of what is sent
         self.kept_threshold = self.words[4:5].view(torch.float32)  # of what this rank, as an owner, keeps
@@ -96,18 +103,22 @@ class CudaStep:
         swept = self._raise_swept_(*sparse) if kind.sweeps else None
         try:
             kernels.accumulate_compact(*sparse, *parts)
-            kernels.pack_blocks(self.found, self.cuts, self.turn, self.blocks, self.capacity, self.rows)
+            pairs = self.outbox.pairs
+            kernels.pack_blocks(
+                self.found, self.cuts, self.turn, pairs, self.capacity, self.packing.rooms, self.rows
+            )  # fmt: skip
         finally:
             if swept is not None:  # or the residual would keep the raised values
                 self._lower_swept_(*swept, held, acc)
         if self.dense_tail:
             torch.add(held[self.numel :], grad[self.numel :], out=acc[self.numel :])
-            slices = self._slices(self.blocks)
+            slices = self._slices(self.outbox.blocks)
             padded = torch.nn.functional.pad(acc[self.numel :], (0, slices.numel() - self.dense_tail))
             slices.copy_(padded.view_as(slices))
-            self.blocks[:, 1] += _bad_in(padded)
+            self.outbox.pairs[:, 1] += _bad_in(padded)
+        self.outbox.encode_(kernels, self.packing.rows)
         if self.owner is None:
-            self._deliver_(self.blocks, held, acc, out)
+            self._deliver_(self.outbox.blocks, held, acc, out)
 
     def _raise_swept_(self, grad: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Make acc the largest at the elements of `partition.sweep_of`; return their indices, held and acc."""
@@ -126,8 +137,9 @@ class CudaStep:
         """Undo `_raise_swept_`, in the blocks, too."""
         held.index_copy_(0, index, before)
         acc.index_copy_(0, index, total)
-        place, value = (self.blocks[:, HEADER_WORDS + i * self.capacity :][:, : self.capacity] for i in range(2))
-        there = torch.arange(self.capacity, device=acc.device) < self.blocks[:, :1]
+        pairs = self.outbox.pairs
+        place, value = (pairs[:, HEADER_WORDS + i * self.capacity :][:, : self.capacity] for i in range(2))
+        there = torch.arange(self.capacity, device=acc.device) < pairs[:, :1]
         whole = acc[torch.where(there, place + self.cuts[:-1, None], 0)].view(torch.int32)
         value.copy_(torch.where(there, whole, value))
 
@@ -138,37 +150,54 @@ class CudaStep:
 
     def _slices(self, blocks: Tensor) -> Tensor:
         """Return the slices of the dense tail in these blocks."""
-        return blocks[:, HEADER_WORDS + 2 * self.capacity :].view(torch.float32)
+        return blocks[:, self.packing.words :].view(torch.float32)
+
+    def _decoded(self, blocks: Tensor, layouts: Tensor) -> Tensor:
+        """Return the pairs of blocks that arrived, with these layouts; only until it is called again."""
+        if self.pairs is None:
+            return blocks
+        self.kernels.decode(blocks, self.pairs, layouts, self.packing)
+        return self.pairs
 
     def exchange_(self, held: Tensor, acc: Tensor, out: Tensor) -> None:
         """Do what follows `select_`, with the other ranks if there are any: the step is over then."""
         comm = self.comm
         if self.owner is not None:
             with comm.phase("exchange"):
-                arrived = comm.all_to_all(self.blocks)
+                arrived = comm.all_to_all(self.outbox.blocks)
             with comm.phase("reduce"):
                 block = self._own(arrived, self.owner)
             with comm.phase("gather"):
                 gathered = comm.all_gather(block.view(-1))
             with comm.phase("apply"):
-                self.kernels.refuse_malformed(gathered, self.cuts, self.capacity)
-                self._deliver_(gathered, held, acc, out)
+                pairs = self._deliver_(gathered, held, acc, out)
                 if self.step % REBALANCE_EVERY == 0 and may_rebalance(self.capacity, self.wanted, self.numel):
-                    self._rebalance_(gathered)
+                    self._rebalance_(pairs)
         self.step += 1
 
-    def _deliver_(self, gathered: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> None:
+    def _deliver_(self, gathered: Tensor, held: Tensor, acc: Tensor, out: Tensor) -> Tensor:
+        """Write the mean of these blocks, and what remains; return their pairs."""
+        pairs, sent = self._decoded(gathered, self.packing.rows), self.outbox.pairs
+        if self.owner is not None:
+            self.kernels.refuse_malformed(pairs, self.cuts, self.capacity, not self.packing.is_plain)
+        kept = None if self.packing.is_plain else sent if self.owner is None else self.owner.outbox.pairs
         sparse = (each[: self.numel] for each in (out, acc, held))
-        self.kernels.deliver(gathered, self.blocks, self.cuts, self.capacity, *sparse, self.words)
+        self.kernels.deliver(
+            pairs, sent, self.cuts, self.capacity, *sparse, self.words, kept, self.comm.rank
+        )  # fmt: skip
         if self.dense_tail:
             mean = self._slices(gathered).reshape(-1)[: self.dense_tail] / self.comm.size
             out[self.numel :] = round_to(mean, out.dtype)
             torch.sub(mean, out[self.numel :], out=acc[self.numel :])
+        return pairs
 
-    def _own(self, arrived: Tensor, owner: _Owner) -> Tensor:
+    def _own(self, blocks: Tensor, owner: _Owner) -> Tensor:
         """Return the block of what this rank, as an owner, keeps of what arrived: its share of the largest sums."""
         kernels, size, capacity = self.kernels, self.comm.size, self.capacity
-        kernels.refuse_malformed(arrived, self.cuts[self.comm.rank : self.comm.rank + 2], capacity)
+        layout = self.packing.rows[self.comm.rank : self.comm.rank + 1]
+        arrived = self._decoded(blocks, layout)
+        cuts = self.cuts[self.comm.rank : self.comm.rank + 2]
+        kernels.refuse_malformed(arrived, cuts, capacity, not self.packing.is_plain)
         for block in arrived:
             kernels.scatter_add(block, capacity, owner.region)
         for block, total in zip(arrived, owner.total, strict=True):
@@ -177,18 +206,20 @@ class CudaStep:
         demand = _demands(arrived).sum()
         score = self._score(index, total)
         if self.wanted < self.numel:
-            share = ((demand + size - 1) // size).clamp(1, capacity)  # of what the ranks wanted of this owner
+            share = torch.minimum(((demand + size - 1) // size).clamp(min=1), layout[0, 0])  # of what the ranks wanted
             if self.kind.sweeps:
                 self._let_swept_be_first_(score, index, total)
             else:
                 self._let_turns_be_first_(score, total, share)
             kernels.select_threshold(score, share.view(1), self.counts, self.kept_threshold)
         kernels.compact(score, self.kept_threshold, self.turn, owner.found)
-        kernels.pack_blocks(owner.found, owner.cuts, self.turn, owner.mine, capacity)
-        summed = self._slices(arrived).sum(0)
-        self._slices(owner.mine).copy_(summed[None])
-        owner.fill_(index, total, bad=(arrived[:, 1] != 0).any() | _bad_in(summed), demand=demand)
-        return owner.mine
+        kernels.pack_blocks(owner.found, owner.cuts, self.turn, owner.outbox.pairs, capacity, layout[:, 0])
+        summed = self._slices(blocks).sum(0)
+        self._slices(owner.outbox.blocks).copy_(summed[None])
+        bad = (arrived[:, 1] != 0).any() | _bad_in(summed) | _bad_in(total)
+        owner.fill_(index, total, bad, demand)
+        owner.outbox.encode_(kernels, layout)
+        return owner.outbox.blocks
 
     def _score(self, index: Tensor, total: Tensor) -> Tensor:
         """Return how large each of these sums in this rank's region is: above zero where there is one, even if it is 0.
@@ -225,8 +256,9 @@ class CudaStep:
         goals = mass[-1] * torch.arange(1, size, device=mass.device) // size
         fairer = sorted_index[torch.searchsorted(mass, goals, right=True).clamp(max=len(mass) - 1)]
         fine = (gathered[:, 1] == 0).all()  # else these may be no demands, and no indices
-        unfair = fine & (demand.max() > capacity * size) & (mass[-1] > 0)
+        unfair = fine & (demand > self.packing.rooms * size).any() & (mass[-1] > 0)
         self.cuts[1:-1] = torch.where(unfair, fairer, self.cuts[1:-1])
+        self.packing.follow_(self.cuts)
 
     def save_(self, state: OkTopkState) -> None:
         """Bring the state to the host: for a checkpoint."""
@@ -244,39 +276,80 @@ class StepKind(NamedTuple):
     sweeps: bool
 
 
+class _Outbox:
+    """A rank's messages: `blocks` as they travel, and `pairs`, which they are made of.
+
+    A block has its slice of the dense tail behind its words. Where blocks travel as they are, the two are one.
+    """
+
+    def __init__(self, packing: Packing, size: int, tail: int, device: torch.device) -> None:
+        self._packing = packing
+        self.blocks = torch.zeros(size, packing.words + tail, dtype=torch.int32, device=device)
+        self.pairs = self.blocks
+        if not packing.is_plain:
+            self.pairs = self.blocks.new_zeros(size, HEADER_WORDS + 2 * packing.capacity)
+
+    def encode_(self, kernels: Any, layouts: Tensor) -> None:
+        """Write the pairs as they travel; their values become the rounding errors."""
+        if not self._packing.is_plain:
+            kernels.encode(self.pairs, self.blocks, layouts, self._packing)
+
+
 class _Owner:
     """The buffers of a rank as the owner of a region.
 
     region    the sums, one for each element; all NOTHING between any two steps
     total     the sum for each pair that arrived, for the first of those with the same index; NOTHING for the others
     found     what is large among these, and `cuts`, one region of all of them
-    mine      the block it makes of that
+    outbox    the block it makes of that
     """
 
-    def __init__(self, numel: int, size: int, capacity: int, block: int, device: torch.device) -> None:
+    def __init__(self, numel: int, size: int, packing: Packing, tail: int, device: torch.device) -> None:
         self.region = torch.full((numel,), NOTHING, device=device)
-        self.total = torch.zeros(size, capacity, device=device)
-        self.found = Found(size * capacity, TILE, device)
-        self.cuts = torch.tensor([0, size * capacity], device=device)
-        self.mine = torch.zeros(1, block, dtype=torch.int32, device=device)
+        self.total = torch.zeros(size, packing.capacity, device=device)
+        self.found = Found(size * packing.capacity, TILE, device)
+        self.cuts = torch.tensor([0, size * packing.capacity], device=device)
+        self.outbox = _Outbox(packing, 1, tail, device)
+        self.sorts = not packing.is_plain
 
     def fill_(self, index: Tensor, total: Tensor, bad: Tensor, demand: Tensor) -> None:
-        """Make `mine`, whose pairs are places among what arrived, the pairs that are there."""
-        count, head = self.mine[0, :1], self.mine[0, :HEADER_WORDS]
-        places, values = self.mine[0, HEADER_WORDS : HEADER_WORDS + 2 * self.total.shape[1]].chunk(2)
-        place = torch.where(torch.arange(len(places), device=places.device) < count, places, 0)
-        places.copy_(index[place])
+        """Make the block's pairs, which are places among what arrived, the pairs that are there.
+
+        Where they will be packed they are sorted, and there are none in a step that is refused: the indices of a block
+        that cannot be may be any.
+        """
+        block = self.outbox.pairs[0]
+        count, head = block[:1], block[:HEADER_WORDS]
+        bad = bad | (head[1:2] != 0)
+        if self.sorts:
+            count.masked_fill_(bad, 0)
+        places, values = block[HEADER_WORDS : HEADER_WORDS + 2 * self.total.shape[1]].chunk(2)
+        there = torch.arange(len(places), device=places.device) < count
+        place = torch.where(there, places, 0)
+        taken = index[place]
+        if self.sorts:
+            taken, order = torch.where(there, taken, MOST_INDEX).sort()
+            place = place[order]
+        places.copy_(taken)
         values.copy_(total[place].view(torch.int32))
-        head[1:2] = (head[1:2] != 0) | bad  # a flag: a sum of counts might come to 2^32, which is none
+        head[1:2] = bad  # a flag: a sum of counts might come to 2^32, which is none
         head[2:4] = torch.stack([demand & reference.LOW, demand >> 31])  # for all to cut fairer regions by
 
 
+def as_on_device(algorithm: OkTopk) -> OkTopk:
+    """Return the algorithm with the wire of its device steps.
+
+    "auto" is float32 there, because the packed blocks have not been timed on a GPU; when they have, it is `algorithm`.
+    """
+    return replace(algorithm, wire="fp32") if algorithm.wire == AUTO else algorithm
+
+
 def supports_device_step(algorithm: Any, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a device step for this algorithm and vector: `OkTopk` with float32 on the wire."""
+    """Whether there is a device step for this algorithm and vector: `OkTopk` with any wire, but no float64."""
     if not isinstance(algorithm, OkTopk) or device.type != "cuda" or dtype == torch.float64:
         return False
     most = numel * max(2 * algorithm.slack * algorithm.density, 1)  # elements, or words of all blocks
-    return most < MOST_NUMEL and algorithm.wire in (AUTO, "fp32") and _has_triton()
+    return most < MOST_NUMEL and _has_triton()
 
 
 def _is_nothing(total: Tensor) -> Tensor:

@@ -18,6 +18,11 @@ from triton.language import constexpr
 
 from oktopk.cuda import reference
 from oktopk.cuda.reference import Found, Rows, group_of, rescale, sample_of
+from oktopk.cuda.triton_codec import decode, encode
+from oktopk.cuda.triton_launch import kernel
+
+__all__ = ["accumulate_compact", "compact", "decode", "deliver", "encode", "gather_zero", "measure_rows"]
+__all__ += ["pack_blocks", "refuse_malformed", "rollback_if", "sample_threshold", "scatter_add", "select_threshold"]
 
 TILE, RUN, LANES = constexpr(reference.TILE), constexpr(reference.RUN), constexpr(Found.LANES)
 HEADER, LARGEST = constexpr(reference.HEADER_WORDS), constexpr(reference.LARGEST)
@@ -32,38 +37,6 @@ PLANNED = constexpr(6)
 
 PROGRAMS = 1024
 """Programs of a kernel that walks along a whole vector, if it does anything at all."""
-
-
-class _Kernel:
-    """A kernel that is launched in a few microseconds, where triton takes several times as long to look it up.
-
-    `numbers` names the arguments that are neither tensors nor constants: triton compiles one kernel for all of them.
-    """
-
-    def __init__(self, fn, numbers):
-        self._jit = triton.jit(fn, do_not_specialize=numbers)
-        names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-        self._is_number = [name in numbers for name in names]
-        self._compiled = {}
-
-    def __call__(self, grid, *args):
-        key = (args[0].get_device(), *map(_kind, args, self._is_number))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._jit[grid](*args)
-        else:
-            compiled[(*grid, 1, 1)[:3]](*args)
-
-
-def _kind(arg, is_number):
-    """Return the property of an argument for which triton compiles another kernel."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return -(2**31) <= arg < 2**31 if is_number and isinstance(arg, int) else is_number or arg
-
-
-def _kernel(*numbers):
-    return lambda fn: _Kernel(fn, numbers)
 
 
 def _grid(numel):
@@ -119,7 +92,7 @@ def compact(total: Tensor, threshold: Tensor, turn: Tensor, found: Found, rows: 
 
 
 def pack_blocks(
-    found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rows: Rows | None = None
+    found: Found, cuts: Tensor, turn: Tensor, blocks: Tensor, capacity: int, rooms: Tensor, rows: Rows | None = None
 ) -> None:
     tiles, room = found.place.shape
     size, words = blocks.shape
@@ -129,7 +102,7 @@ def pack_blocks(
     constants = size, rows is not None, halvings, group_of(tiles), room
     _plan(
         (size + 1,), found.place, found.value, found.count, found.groups, starts, scale, cuts, found.bad, turn, plan,
-        blocks, words, capacity, tiles, groups, last, *constants,
+        blocks, rooms, rooms.stride(0), words, tiles, groups, last, *constants,
     )  # fmt: skip
     if tiles:
         _send(
@@ -138,9 +111,9 @@ def pack_blocks(
         )  # fmt: skip
 
 
-def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int) -> None:
+def refuse_malformed(blocks: Tensor, cuts: Tensor, capacity: int, is_sorted: bool) -> None:
     size, words = blocks.shape
-    _refuse((_grid(capacity), size), blocks, cuts, words, capacity, size, len(cuts) == 2)
+    _refuse((_grid(capacity), size), blocks, cuts, words, capacity, size, len(cuts) == 2, is_sorted)
 
 
 def scatter_add(block: Tensor, capacity: int, region: Tensor) -> None:
@@ -154,13 +127,15 @@ def gather_zero(block: Tensor, capacity: int, region: Tensor, value: Tensor) -> 
 
 
 def deliver(
-    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor
-) -> None:
+    gathered: Tensor, sent: Tensor, cuts: Tensor, capacity: int, out: Tensor, acc: Tensor, held: Tensor, told: Tensor,
+    kept: Tensor | None = None, rank: int = 0,
+) -> None:  # fmt: skip
     size, words = gathered.shape
     out.zero_()
     _deliver(
-        (_grid(capacity), size), gathered, sent, cuts, out, acc, held, told, acc.numel(), words, capacity,
-        torch.finfo(out.dtype).max, size, out.dtype != torch.float32, capacity.bit_length(), len(told),
+        (_grid(capacity), size), gathered, sent, sent if kept is None else kept, cuts, out, acc, held, told,
+        acc.numel(), words, sent.shape[1], capacity, rank, torch.finfo(out.dtype).max, size,
+        out.dtype != torch.float32, kept is not None, capacity.bit_length(), len(told),
     )  # fmt: skip
 
 
@@ -194,7 +169,7 @@ def _digit(counts, wanted, BINS: constexpr):
     return digit, tl.sum(tl.where(each > digit, count, 0), 0)
 
 
-@_kernel("stride", "sample", "last")
+@kernel("stride", "sample", "last")
 def _count(
     grad, held, starts, scale, wanted, counts, turn, stride, sample, last, DIGIT: constexpr, ADDS: constexpr,
     SCALED: constexpr, HALVINGS: constexpr,
@@ -231,7 +206,7 @@ def _histogram(counts, digit, there, BINS: constexpr):
     tl.atomic_add(counts + tl.arange(0, BINS), made, made != 0, sem="relaxed")
 
 
-@_kernel()
+@kernel()
 def _pick(wanted, counts, out):
     """Put the threshold's digits together, and make all counts zero."""
     left = tl.load(wanted)
@@ -247,7 +222,7 @@ def _pick(wanted, counts, out):
     tl.store(counts + BINS_0 + BINS_1 + tl.arange(0, BINS_2), tl.zeros((BINS_2,), tl.int32))
 
 
-@_kernel()
+@kernel()
 def _squares(grad, edges, pieces):
     """Sum the squares of a piece of a row."""
     piece = tl.program_id(0)
@@ -275,7 +250,7 @@ def _has_turn(rank, begin, wrapped, room):
     return (rank < wrapped) | ((rank >= begin) & (rank - begin < room))
 
 
-@_kernel("numel")
+@kernel("numel")
 def _find(
     grad, held, acc, threshold, turn, starts, scale, first, place, value, count, bad, groups, numel,
     ADDS: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
@@ -444,19 +419,20 @@ def _plan_largest(
     tl.store(plan + 5 * SIZE + region, capacity - larger)
 
 
-@_kernel("words", "capacity", "tiles", "num_groups", "last")
+@kernel("apart", "words", "tiles", "num_groups", "last")
 def _plan(
-    place, value, count, groups, starts, scale, cuts, bad, turn, plan, blocks, words, capacity, tiles, num_groups, last,
+    place, value, count, groups, starts, scale, cuts, bad, turn, plan, blocks, rooms, apart, words, tiles, num_groups,
+    last,
     SIZE: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
 ):  # fmt: skip
     """Plan for each region where it begins among what was found, and write its block's head. One program more plans
-    where each group of tiles begins.
+    where each group of tiles begins. The rooms of two regions lie `apart` numbers from each other.
     """
     region = tl.program_id(0)
     if region == SIZE:
         _plan_groups(groups, plan + PLANNED * SIZE, num_groups)
         return
-    low_cut, high_cut = tl.load(cuts + region), tl.load(cuts + region + 1)
+    low_cut, high_cut, capacity = tl.load(cuts + region), tl.load(cuts + region + 1), tl.load(rooms + region * apart)
     low_tile, high_tile = tl.minimum(low_cut // TILE, tiles), tl.minimum(high_cut // TILE, tiles)
     at = tl.arange(0, CHUNK).to(tl.int64)
     low_sum, high_sum = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
@@ -484,7 +460,7 @@ def _plan(
         )  # fmt: skip
 
 
-@_kernel("words", "capacity", "tiles", "num_groups", "last")
+@kernel("words", "capacity", "tiles", "num_groups", "last")
 def _send(
     place, value, count, starts, scale, cuts, plan, blocks, words, capacity, tiles, num_groups, last,
     SIZE: constexpr, SCALED: constexpr, HALVINGS: constexpr, GROUP: constexpr, ROOM: constexpr,
@@ -570,8 +546,8 @@ def _send_largest(
         done += SLOTS
 
 
-@_kernel("words", "capacity")
-def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr):
+@kernel("words", "capacity")
+def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr, SORTED: constexpr):
     """Look at a few slots of a block, and at its head; word 1, which is written, is read by nobody here."""
     block = blocks + tl.program_id(1).to(tl.int64) * words
     region = cuts
@@ -583,13 +559,16 @@ def _refuse(blocks, cuts, words, capacity, SIZE: constexpr, SHARED: constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = (slot < count) & (slot < capacity)
     at = tl.load(block + HEADER + slot, there, other=0)
-    outside = tl.max((there & ((at < 0) | (at >= length))).to(tl.int32), 0)
+    wrong = (at < 0) | (at >= length)
+    if SORTED:
+        wrong = wrong | (at <= tl.load(block + HEADER + slot - 1, there & (slot > 0), other=-1))
+    outside = tl.max((there & wrong).to(tl.int32), 0)
     head = (count < 0) | (count > capacity) | (low < 0) | (high < 0) | (wanted > length * SIZE)
     if head | (outside != 0):
         tl.store(block + 1, 1)
 
 
-@_kernel("capacity", "numel")
+@kernel("capacity", "numel")
 def _add(block, region, value, capacity, numel, CLAIMS: constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     there = (slot < tl.load(block)) & (slot < capacity)  # what a block says of itself may be anything
@@ -606,14 +585,14 @@ def _add(block, region, value, capacity, numel, CLAIMS: constexpr):
         tl.store(region + at, total + pair, there)
 
 
-@_kernel("numel", "words", "capacity", "limit")
+@kernel("numel", "words", "sent_words", "capacity", "rank", "limit")
 def _deliver(
-    gathered, sent, cuts, out, acc, held, told, numel, words, capacity, limit,
-    SIZE: constexpr, NARROW: constexpr, HALVINGS: constexpr, TOLD: constexpr,
+    gathered, sent, kept, cuts, out, acc, held, told, numel, words, sent_words, capacity, rank, limit,
+    SIZE: constexpr, NARROW: constexpr, ROUNDS: constexpr, HALVINGS: constexpr, TOLD: constexpr,
 ):  # fmt: skip
     num_sent, num_kept, bad = 0, 0, 0
     for owner in range(SIZE):
-        num_sent += tl.load(sent + owner * words)
+        num_sent += tl.load(sent + owner * sent_words)
         num_kept += tl.load(gathered + owner * words)
         bad |= (tl.load(gathered + owner * words + 1) != 0).to(tl.int32)
     if tl.program_id(0) + tl.program_id(1) == 0:
@@ -627,12 +606,12 @@ def _deliver(
         return
     owner = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    block, own = gathered + owner * words, sent + owner * words
+    block, own = gathered + owner * words, sent + owner * sent_words
     there = (slot < tl.load(block)) & (slot < capacity)  # what a block says of itself may be anything
     at = tl.load(block + HEADER + slot, there, other=0)
     there = there & (at >= 0) & (at < tl.load(cuts + owner + 1) - tl.load(cuts + owner))
     pair = tl.load(block + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
-    taken = there
+    taken, low = there, slot
     if SIZE > 1:  # was it this rank's, too? What it sent is sorted
         count = tl.load(own)  # at most `capacity`: this rank's `_plan` wrote it, and no other's
         low = tl.zeros((CHUNK,), tl.int32)
@@ -645,11 +624,21 @@ def _deliver(
         taken = there & (low < count) & (tl.load(own + HEADER + low, there & (low < count), other=-1) == at)
     where = tl.load(cuts + owner) + at
     mean = tl.div_rn(pair, tl.full((CHUNK,), SIZE, tl.float32))
-    if NARROW:
-        rounded = tl.minimum(tl.maximum(mean, -limit), limit).to(out.dtype.element_ty)
+    if NARROW or ROUNDS:
+        left = tl.load(acc + where, there, other=0.0)
+        remains = tl.where(taken, 0.0, left)
+        if ROUNDS:  # low < count, or slot: where `taken` there is an error of this rank's
+            error = tl.load(own + HEADER + capacity + low, taken, other=0).to(tl.float32, bitcast=True)
+            remains = tl.where(taken, error, left)
+            if SIZE > 1:  # noqa: SIM102 - known when it is compiled, and the next is not
+                if owner == rank:  # slots are the same as in the block that this rank kept
+                    remains += tl.load(kept + HEADER + capacity + slot, there, other=0).to(tl.float32, bitcast=True)
+        rounded = mean
+        if NARROW:
+            rounded = tl.minimum(tl.maximum(mean, -limit), limit).to(out.dtype.element_ty)
+            remains += mean - rounded.to(tl.float32)
         tl.store(out + where, rounded, there)
-        kept = tl.load(acc + where, there, other=0.0)
-        tl.store(acc + where, tl.where(taken, 0.0, kept) + (mean - rounded.to(tl.float32)), there)
+        tl.store(acc + where, remains, there)
     else:
         tl.store(out + where, mean, there)
         tl.store(acc + where, tl.zeros((CHUNK,), tl.float32), taken)
@@ -664,7 +653,7 @@ def _copy(source, to, numel, program, programs):
         start += programs.to(tl.int64) * CHUNK
 
 
-@_kernel("numel", "filling")
+@kernel("numel", "filling")
 def _settle(bad, acc, held, out, numel, filling):
     if tl.load(bad) != 0:
         _copy(held, acc, numel, tl.program_id(0), tl.num_programs(0))

@@ -23,10 +23,12 @@ LSTM_NUMEL = 27_569_568
 """Parameters of the paper's speech recogniser."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-RESIDENT = OkTopk(wire="fp32")
+RESIDENT = OkTopk()
 """Settings with which steps stay on a GPU that supports it."""
 
-ON_DEVICE = {"the defaults": OkTopk(), 'wire="fp32"': RESIDENT, "OkTopkPaper": OkTopkPaper()}
+PACKED_THERE = 'wire="auto" sends float32 there; "int8" and "bf16" are packed by kernels that have not run on a GPU yet'
+
+ON_DEVICE = {"OkTopk": RESIDENT, "OkTopkPaper": OkTopkPaper()}
 
 
 def versions() -> Iterator[Finding]:
@@ -93,6 +95,7 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding("kernels", name, found, NOTE, "pip install 'oktopk[gpu]'")
         return
     yield Finding("kernels", name, f"triton: steps stay on the device with {', '.join(fast)}", OK)
+    yield Finding("kernels", name, PACKED_THERE, NOTE)
     others = ", ".join(settings for settings in ON_DEVICE if settings not in fast)
     if others:
         yield Finding("kernels", name, f"plain torch, which waits for the device to count, with {others}")

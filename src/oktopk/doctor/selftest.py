@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms import OkTopk
+from oktopk.codec import Codec
 from oktopk.codec.indices import field_words
 from oktopk.comm import Comm, run_local
 from oktopk.cuda import reference as plain_torch
-from oktopk.cuda.reference import HEADER_WORDS, TILE, Found, bins
+from oktopk.cuda.packing import Packing
+from oktopk.cuda.reference import TILE, Found, bins
 from oktopk.cuda.step import supports_device_step
 from oktopk.doctor.here import RESIDENT
 from oktopk.doctor.report import FAIL, OK, Finding
 from oktopk.kernels import REFERENCE, WORTH_COMPILING, Kernels, kernels_for
 from oktopk.partition import even_cuts
 from oktopk.reducer import Reducer
+from oktopk.words import HEADER_WORDS
 
 ABOUT = "self-test"
 SIZES = (1, 1000, WORTH_COMPILING + 77, 300_007)
@@ -135,10 +138,15 @@ def _step(use: Any, grad: Tensor, residual: Tensor) -> Results:
     use.accumulate_compact(grad, residual, acc, threshold, step_offset, found)
     capacity = max(numel // 50, 1)
     message = torch.zeros(RANKS, HEADER_WORDS + 2 * capacity, dtype=torch.int32, device=device)
-    use.pack_blocks(found, even_cuts(numel, RANKS).to(device), step_offset, message, capacity)
+    packing = Packing(Codec(numel, "int8"), capacity, RANKS, device)
+    use.pack_blocks(found, even_cuts(numel, RANKS).to(device), step_offset, message, capacity, packing.rooms)
+    errors, blocks, back = message.clone(), message.new_zeros(RANKS, packing.words), torch.zeros_like(message)
+    use.encode(errors, blocks, packing.rows, packing)
+    use.decode(blocks, back, packing.rows, packing)
     region = torch.zeros(numel, device=device)
-    use.scatter_add(message[0], capacity, region)
-    results = {"sample_threshold": threshold, "accumulate_compact": acc, "pack_blocks": message, "scatter_add": region}
+    use.scatter_add(back[0], capacity, region)
+    results = {"sample_threshold": threshold, "accumulate_compact": acc, "pack_blocks": message}
+    results |= {"encode": torch.cat([errors, blocks], 1), "decode": back, "scatter_add": region}
     return {name: [result] for name, result in results.items()}
 
 

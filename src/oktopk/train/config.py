@@ -96,7 +96,7 @@ class Config:
     density: float = setting(0.03, "part of the gradient that a sparse step sends", high=1, open_low=True)
     dense_steps: int = setting(128, "dense steps before the first sparse one")
     ranking: str = setting("magnitude", "oktopk: select by magnitude, or scaled (by the rms of the row's gradient)")
-    wire: str = setting(AUTO, "values on the wire: fp32, bf16 or int8; auto: int8 with oktopk, else fp32")
+    wire: str = setting(AUTO, "values on the wire: fp32, bf16 or int8; auto: int8 with oktopk on a CPU, else fp32")
 
     seed: int = setting(0, "seed of weights, order and augmentation", high=MAX_SEED)
     precision: str = setting(

@@ -1,6 +1,6 @@
 """`Plan`: steps and bytes of a run, known before its first step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from oktopk.algorithms import OkTopk
 from oktopk.cost import predict
-from oktopk.cuda.step import supports_device_step
+from oktopk.cuda.step import as_on_device, supports_device_step
 from oktopk.ddp.exclude import smallest
 from oktopk.selection import num_selected
 from oktopk.telemetry.format import count, format_bytes
@@ -73,7 +73,7 @@ class Plan:
         algorithm, numel = self.config.algorithm(), self.sparse_numel
         on_device = supports_device_step(algorithm, numel, torch.float32, torch.device(self.device))
         if on_device and isinstance(algorithm, OkTopk):
-            algorithm = replace(algorithm, wire="fp32")  # as a step on the GPU sends
+            algorithm = as_on_device(algorithm)
         dense_tail = 2 * WORD_BYTES * (self.numel - numel) * (self.workers - 1) // self.workers
         return dense_tail + round(WORD_BYTES * predict(algorithm, numel, self.workers).typical)
 
