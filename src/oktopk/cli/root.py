@@ -27,6 +27,10 @@ def load(name: str) -> Any:
         from oktopk.bench import cli as bench
 
         return command(bench.exchange, bench.step, bench.local, bench.probe, about=bench.ABOUT)
+    if name == "plan":
+        from oktopk.plan.cli import plan
+
+        return command(plan)
     from oktopk.report.cli import report, watch
 
     return command(report if name == "report" else watch)

@@ -1,0 +1,271 @@
+"""The profile of a model by real steps: its computing alone, then what the exchange's computing and messages cost.
+
+All ranks do the same at once, so that they compete as they do in training. Of each sample the slowest rank's counts.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oktopk.algorithms import Algorithm, Dense
+from oktopk.bench.candidates import wrap
+from oktopk.bench.machine import num_cores, threads_for
+from oktopk.bench.methods import PowerSgd
+from oktopk.bench.models import Model, check_model, heavy_tailed, load_model
+from oktopk.bench.probe import Stopwatch
+from oktopk.bench.processes import Setting
+from oktopk.comm import Comm, ProcessGroupComm
+from oktopk.cost import Call, ring_words
+from oktopk.plan.methods import Method
+from oktopk.plan.profile import Host, Parameter, Profile, Rate
+from oktopk.plan.schedule import schedule_of
+from oktopk.reducer import Reducer
+
+WARM_UP, REPEATS = 3, 5
+SMALL_CALLS = 15
+SMALL_PART = 8
+"""Divisor of the largest group for the second size, with which a rate is fitted."""
+
+LEAST_NUMEL = 1024
+
+Times = dict[str, Any]
+"""Times of one rank, in seconds of each repeat: step (forward, backward, optimizer, ready by parameter), collectives
+(by kind: small, big), computing (by method and size), low_rank (by method); and whether the ranks share cores."""
+
+
+def measure(model: str, batch: int, size: int, methods: Sequence[Method], optimizer: str) -> Profile:
+    """Return the profile of a model on this machine, with `size` processes over the loopback for the exchange."""
+    check_model(model, batch)
+    alone = time_step(load_model(model), batch, optimizer, barrier=lambda: None)
+    if size == 1:
+        return profile_of(model, [{"step": alone, "shares": False}], methods, optimizer)
+    ranks = Setting(2, None).run(time_rank, model, batch, optimizer, methods)
+    shares = num_cores() < 2  # one core computes, the other exchanges
+    return profile_of(model, [{**rank, "step": alone, "shares": shares} for rank in ranks], methods, optimizer)
+
+
+def time_rank(model: str, batch: int, optimizer: str, methods: Sequence[Method]) -> Times:
+    """Return the times of this rank of the default process group."""
+    loaded, comm = load_model(model), ProcessGroupComm()
+    step = time_step(loaded, batch, optimizer, dist.barrier)
+    profile = _bare(model, loaded.net)
+    return {
+        "step": step,
+        "collectives": _collectives(profile, methods, comm),
+        "computing": {m.computing: _computing(m, profile, comm) for m in methods if m.computing and not m.two_level},
+        "low_rank": {m.computing: _low_rank_steps(m.rank, loaded, batch) for m in methods if m.rank},
+        "shares": _shares_cores(comm),
+    }
+
+
+def time_step(loaded: Model, batch: int, optimizer: str, barrier: Callable[[], object]) -> Times:
+    """Return the seconds of forward, backward and optimizer of each repeat, and those until each gradient was there."""
+    net = loaded.net
+    parameters = [each for each in net.parameters() if each.requires_grad]
+    made, arrived = _optimizer(optimizer, parameters), [0.0] * len(parameters)
+
+    def note(i: int, _: Tensor) -> None:
+        arrived[i] = time.perf_counter()
+
+    hooks = [
+        each.register_post_accumulate_grad_hook(partial(note, i))  # type: ignore[no-untyped-call]
+        for i, each in enumerate(parameters)
+    ]
+    times: Times = {"forward": [], "backward": [], "optimizer": [], "ready": []}
+    for number in range(WARM_UP + REPEATS):
+        inputs, targets = loaded.inputs(batch, seed=number)
+        net.zero_grad()
+        barrier()
+        start = time.perf_counter()
+        loss = loaded.loss(net(*inputs), targets)
+        between = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        after = time.perf_counter()
+        made.step()
+        times["optimizer"].append(time.perf_counter() - after)
+        times["forward"].append(between - start)
+        times["backward"].append(after - between)
+        times["ready"].append([max(0.0, each - between) / (after - between) for each in arrived])
+    for hook in hooks:
+        hook.remove()
+    return {name: values[WARM_UP:] for name, values in times.items()}
+
+
+def _optimizer(name: str, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Return an optimizer that leaves the weights as they are, so that no step changes the next one's time."""
+    if name == "adam":
+        return torch.optim.AdamW(parameters, lr=0.0)
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+
+
+def _bare(name: str, net: nn.Module) -> Profile:
+    shapes = tuple(Parameter(tuple(each.shape)) for each in net.parameters() if each.requires_grad)
+    return Profile(name=name, parameters=shapes, forward_s=0.0, backward_s=0.0)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _collectives(profile: Profile, methods: Sequence[Method], comm: Comm) -> Times:
+    """Return the seconds of small and big calls of each collective, and the words of a big one."""
+    sums = max(part.numel for part in profile.buckets())
+    densities = [method.algorithm.density for method in methods if method.algorithm is not None]
+    part = max(part.numel + part.tail for part in profile.groups(1.0))
+    words = max(LEAST_NUMEL, round(part * max([d for d in densities if d < 1], default=0.01)) // comm.size)
+    zeros, size = partial(torch.zeros, dtype=torch.int32), comm.size
+
+    def send_on(block: Tensor) -> None:
+        comm.sendrecv(block, (comm.rank + 1) % size, (comm.rank - 1) % size, len(block)).wait()
+
+    makers: dict[str, tuple[Callable[[int], Callable[[], object]], int, float]] = {
+        "all_gather": (lambda n: partial(comm.all_gather, zeros(n)), words, words * (size - 1)),
+        "all_to_all": (lambda n: partial(comm.all_to_all, zeros(size, n)), words, words * (size - 1)),
+        "sendrecv": (lambda n: partial(send_on, zeros(n)), words, words),
+        "all_reduce": (lambda n: partial(comm.all_reduce, torch.zeros(n)), sums, ring_words(sums, size)),
+        "all_reduce bfloat16": (
+            lambda n: partial(comm.all_reduce, torch.zeros(n, dtype=torch.bfloat16)), sums, ring_words(sums, size) / 2,
+        ),
+    }  # fmt: skip
+    found: Times = {}
+    for kind, (make, many, sent) in makers.items():
+        small, big = make(1), make(many)
+        found[kind] = {
+            "small": [_seconds(small) for _ in range(SMALL_CALLS)][WARM_UP:],
+            "big": [_seconds(big) for _ in range(1 + REPEATS)][1:],
+            "words": sent,
+        }
+    return found
+
+
+def _computing(method: Method, profile: Profile, comm: Comm) -> list[Any] | None:
+    """Return pairs of a group's size and the stretches of computing of each repeat; None if they are not timed here."""
+    if method.rank:
+        return None
+    algorithm = method.algorithm
+    if algorithm is None:
+        sizes = _two_sizes(max(part.numel for part in profile.buckets()))
+        return [(size, [[each] for each in _cast_seconds(size)]) for size in sizes]
+    if isinstance(algorithm, Dense):
+        return None
+    groups = profile.groups(algorithm.density, whole=False)
+    return [(size, _stretches(algorithm, size, comm)) for size in _two_sizes(max(part.numel for part in groups))]
+
+
+def _two_sizes(largest: int) -> list[int]:
+    return sorted({largest, max(largest // SMALL_PART, min(largest, LEAST_NUMEL))})
+
+
+def _cast_seconds(numel: int) -> list[float]:
+    wide, narrow = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
+
+    def both() -> None:
+        narrow.copy_(wide)
+        wide.copy_(narrow)
+
+    return [_seconds(both) for _ in range(1 + REPEATS)][1:]
+
+
+def _stretches(algorithm: Algorithm, numel: int, comm: Comm) -> list[list[float]]:
+    """Return for each repeat the seconds that a rank computes before, between and after its messages."""
+    stopwatch, out = Stopwatch(comm), torch.zeros(numel)
+    pool = [heavy_tailed(numel, seed=100 * comm.rank + i) for i in range(3)]
+    reducer, repeats = Reducer(algorithm, stopwatch), []
+    for number in range(WARM_UP + REPEATS):
+        dist.barrier()
+        stopwatch.start()
+        reducer.all_reduce(pool[number % len(pool)], out=out)
+        repeats.append(stopwatch.stop())
+    return repeats[WARM_UP:]
+
+
+def _low_rank_steps(rank: int, loaded: Model, batch: int) -> list[float]:
+    """Return the seconds that PowerSGD's hook adds to forward and backward, on a group of this rank alone."""
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]  # which end with the default group
+    own = groups[dist.get_rank()]
+    assert isinstance(own, dist.ProcessGroup)
+    plain, hooked = (_ddp_seconds(wrap(loaded.net, method, own), loaded, batch) for method in (None, PowerSgd(rank)))
+    return [max(0.0, with_hook - median(plain)) for with_hook in hooked]
+
+
+def _ddp_seconds(model: nn.Module, loaded: Model, batch: int) -> list[float]:
+    def step() -> None:
+        loaded.loss(model(*inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    seconds = []
+    for number in range(WARM_UP + REPEATS):
+        inputs, targets = loaded.inputs(batch, seed=number)
+        model.zero_grad()
+        seconds.append(_seconds(step))
+    return seconds[WARM_UP:]
+
+
+def _shares_cores(comm: Comm) -> bool:
+    """Whether the ranks of this machine, with a thread for the exchange each, outnumber its cores."""
+    names: list[Any] = [None] * comm.size
+    dist.all_gather_object(names, socket.gethostname())
+    here = names.count(socket.gethostname())
+    return here * (threads_for(here) + 1) > num_cores()
+
+
+def profile_of(model: str, ranks: Sequence[Times], methods: Sequence[Method], optimizer: str) -> Profile:
+    """Return the profile that the times of all ranks amount to."""
+    step = {name: _slowest([rank["step"][name] for rank in ranks]) for name in ("forward", "backward", "optimizer")}
+    ready = [median(moments) for moments in zip(*ranks[0]["step"]["ready"], strict=True)]
+    net = load_model(model).net
+    shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
+    parameters = tuple(Parameter(shape, at) for shape, at in zip(shapes, ready, strict=True))
+    return Profile(
+        name=model, parameters=parameters, optimizer=optimizer, forward_s=step["forward"],
+        backward_s=step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods),
+    )  # fmt: skip
+
+
+def _slowest(ranks: Sequence[Sequence[float]]) -> float:
+    return float(median(map(max, zip(*ranks, strict=True))))
+
+
+def _host(ranks: Sequence[Times], methods: Sequence[Method]) -> Host:
+    if "collectives" not in ranks[0]:
+        return Host()
+    size, message_s, word_s = len(ranks), {}, {}
+    for kind, figures in ranks[0]["collectives"].items():
+        small, big = (_slowest([rank["collectives"][kind][which] for rank in ranks]) for which in ("small", "big"))
+        rounds = schedule_of([Call(kind, 1.0)], size).rounds
+        message_s[kind] = small / sum(len(each.distances) * each.times for each in rounds)
+        word_s[kind] = max(0.0, big - small) / figures["words"]
+    for alias, kind in (("all_to_all_single", "all_to_all"), ("reduce_scatter", "all_reduce")):
+        message_s[alias], word_s[alias] = message_s[kind], word_s[kind]
+    computing = {}
+    for method in methods:
+        name = method.computing
+        if method.rank:
+            computing[name] = Rate(_slowest([rank["low_rank"][name] for rank in ranks]))
+        elif ranks[0]["computing"].get(name):
+            computing[name] = _rate([rank["computing"][name] for rank in ranks])
+    return Host(message_s=message_s, word_s=word_s, computing=computing, shares=ranks[0]["shares"])
+
+
+def _rate(ranks: Sequence[Sequence[Any]]) -> Rate:
+    """Return the rate through the times at two sizes; of each stretch the slowest rank's counts."""
+    points = []
+    for i, (numel, _) in enumerate(ranks[0]):
+        repeats = zip(*(rank[i][1] for rank in ranks), strict=True)
+        points.append((numel, median(sum(map(max, zip(*stretches, strict=False))) for stretches in repeats)))
+    (small, small_s), (large, large_s) = points[0], points[-1]
+    if small == large:
+        return Rate(0.0, large_s / large)
+    slope = max(0.0, (large_s - small_s) / (large - small))
+    return Rate(max(0.0, large_s - slope * large), slope)

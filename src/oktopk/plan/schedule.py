@@ -1,0 +1,156 @@
+"""`Schedule`: the messages of an exchange. The cost model and the simulator both replay it, so that they cannot differ.
+
+A schedule is a list of rounds. In a round each rank of a group sends one message of the same size to the rank at each
+of some distances. A rank begins a round when all messages of its round before have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, repeat
+
+from oktopk.codec import WORD_BYTES
+from oktopk.cost import Call
+from oktopk.errors import SettingError
+from oktopk.plan.topology import Topology
+
+ALL, UP, DOWN = "all", "up", "down"
+"""The ranks that send in a round: all of them, or those at one height of a tree, towards its root or away from it."""
+
+DIRECT = ("all_to_all", "all_to_all_single")
+
+
+@dataclass(frozen=True)
+class Round:
+    """The messages of a round: `num_bytes` to each of the ranks at `distances`, `times` such rounds in a row.
+
+    `kind` is the collective that the round is of.
+    """
+
+    kind: str
+    distances: range
+    num_bytes: float
+    times: int = 1
+    senders: str = ALL
+
+    def targets(self, place: int, size: int) -> Iterator[int]:
+        """Yield the places in the group that the rank at `place` sends to."""
+        if self.senders == ALL:
+            yield from ((place + distance) % size for distance in self.distances)
+            return
+        distance = self.distances[0]
+        if self.senders == UP and place % (2 * distance) == distance:
+            yield place - distance
+        if self.senders == DOWN and place % (2 * distance) == 0 and place + distance < size:
+            yield place + distance
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; `needs` are the numbers of the messages that must have arrived at its sender before."""
+
+    number: int
+    source: int
+    target: int
+    num_bytes: float
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rounds of groups of `size` ranks; the ranks of a group are `stride` numbers apart."""
+
+    size: int
+    rounds: tuple[Round, ...]
+    stride: int = 1
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends; with a tree, the one that sends in each of its rounds."""
+        return sum(each.num_bytes * len(each.distances) * each.times for each in self.rounds)
+
+    def messages(self, num_ranks: int) -> Iterator[Message]:
+        """Yield the messages of all groups of `num_ranks` ranks, each after those that it needs."""
+        arrived: list[tuple[int, ...]] = [()] * num_ranks
+        number = 0
+        for each in chain.from_iterable(repeat(each, each.times) for each in self.rounds):
+            coming: list[list[int]] = [[] for _ in range(num_ranks)]
+            for rank in range(num_ranks):
+                first, place = self._place(rank)
+                for target in each.targets(place, self.size):
+                    to = first + target * self.stride
+                    yield Message(number, rank, to, each.num_bytes, arrived[rank])
+                    coming[to].append(number)
+                    number += 1
+            arrived = [tuple(came) or before for came, before in zip(coming, arrived, strict=True)]
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Return the first rank of the group of `rank`, and the place of `rank` in the group."""
+        span = self.size * self.stride
+        start = rank // span * span + rank % self.stride
+        return start, (rank - start) // self.stride
+
+
+def schedule_of(calls: Iterable[Call], size: int, stride: int = 1, gather: str = "ring") -> Schedule:
+    """Return the schedule of collectives in groups of `size` ranks, as gloo and NCCL send them.
+
+    An all_reduce is a ring. A gather is a "ring", or "direct": each rank sends its block to all others at once.
+
+    >>> schedule_of([Call("all_gather", 30)], size=4).rounds
+    (Round(kind='all_gather', distances=range(1, 2), num_bytes=40.0, times=3, senders='all'),)
+    """
+    rounds = tuple(each for call in calls for each in _rounds_of(call, size, gather)) if size > 1 else ()
+    return Schedule(size, rounds, stride)
+
+
+def _rounds_of(call: Call, size: int, gather: str) -> Sequence[Round]:
+    kind, num_bytes, peers = call.collective, call.words * WORD_BYTES, size - 1
+    if kind in DIRECT or (kind == "all_gather" and gather == "direct"):
+        return [Round(kind, range(1, size), num_bytes / peers)]
+    if kind.startswith("all_reduce"):
+        return [Round(kind, range(1, 2), num_bytes / (2 * peers), 2 * peers)]
+    if kind in ("all_gather", "reduce_scatter"):
+        return [Round(kind, range(1, 2), num_bytes / peers, peers)]
+    if kind == "sendrecv":
+        return [Round(kind, range(1, 2), num_bytes)]
+    raise SettingError(f"no schedule for the collective {kind!r}")
+
+
+def tree(num_bytes: float, size: int) -> Schedule:
+    """Return a tree of merges: up to rank 0, and down again, `num_bytes` a message."""
+    heights = [1 << i for i in range((size - 1).bit_length())]
+    up = [Round("sendrecv", range(d, d + 1), num_bytes, senders=UP) for d in heights]
+    down = [Round("sendrecv", range(d, d + 1), num_bytes, senders=DOWN) for d in reversed(heights)]
+    return Schedule(size, (*up, *down))
+
+
+@lru_cache(maxsize=4096)
+def crossings(schedule: tuple[int, int], distances: range, block: int) -> int:
+    """Return the messages of a round that leave a block of so many ranks, by the groups' (size, stride).
+
+    >>> crossings((8, 1), range(1, 8), 4), crossings((2, 4), range(1, 2), 4), crossings((4, 1), range(1, 2), 4)
+    (16, 4, 0)
+    """
+    size, stride = schedule
+    members, groups = max(1, block // stride), min(block, stride)
+    if members >= size:
+        return 0
+    return groups * sum(min(d % size, members, size - d % size) for d in distances)
+
+
+def wire_seconds(each: Round, schedule: Schedule, topology: Topology) -> tuple[float, float]:
+    """Return the seconds that the busiest link needs for a round, and the latency of the farthest message."""
+    wire_s = latency_s = 0.0
+    groups = (schedule.size, schedule.stride)
+    blocks = list(topology.blocks())
+    outside = [crossings(groups, each.distances, ranks * level.size) for level, ranks in blocks]
+    for i, (level, ranks) in enumerate(blocks):
+        count = crossings(groups, each.distances, ranks)
+        if i == 0 and len(blocks) > 1:  # what leaves a node does not pass the links inside it
+            count -= -(-outside[0] // level.size)
+        if count > 0:
+            wire_s = max(wire_s, level.wire_s(count * each.num_bytes))
+            latency_s = max(latency_s, level.latency_s)
+    return wire_s, latency_s
