@@ -47,9 +47,10 @@ def test_crossings_are_those_of_the_messages(size: int, stride: int, groups: int
         st.sampled_from([d for d in range(1, stride) if stride % d == 0] + [stride * d for d in divisors])
     )
     distances = range(1, data.draw(st.integers(2, size)))
-    plan = Schedule(size, (Round("all_to_all", distances, 4.0),), stride)
+    each = Round("all_to_all", distances, 4.0)
+    plan = Schedule(size, (each,), stride)
     leaving = [m for m in plan.messages(size * stride * groups) if m.source < block <= m.target]
-    assert crossings((size, stride), distances, block) == len(leaving)
+    assert crossings(plan, each, block) == len(leaving)
 
 
 @pytest.mark.parametrize("algorithm", [OkTopk(), OkTopkPaper(), TopkDSA(), GTopk(), GaussianK()], ids=str)

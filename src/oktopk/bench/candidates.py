@@ -152,7 +152,7 @@ class _Step(Candidate):
         self.loss = loaded.loss
         self.batches = [loaded.inputs(batch, seed=100 * dist.get_rank() + i) for i in range(POOL)]
         method = METHODS.get(entry.method)
-        net, mesh = _copy(loaded.net), make_mesh(shard) if shard > 1 else None
+        net, mesh = share_weights(loaded.net), make_mesh(shard) if shard > 1 else None
         self.model: nn.Module = wrap(net, method) if mesh is None else shard_(net, method, mesh)
         replicas = None if mesh is None else mesh["replicate"]
         self.attached = _attach(self.model, method, entry.density, replicas) if isinstance(method, Ours) else None
@@ -183,7 +183,7 @@ class _Step(Candidate):
         return {"record_bytes": record.sent_bytes, "parts": {**parts, "wait": record.wait_seconds, **record.seconds}}
 
 
-def _copy(net: nn.Module) -> nn.Module:
+def share_weights(net: nn.Module) -> nn.Module:
     """Return a copy that shares the memory of the weights, which no step changes."""
     copy = deepcopy(net)
     for mine, shared in zip(copy.parameters(), net.parameters(), strict=True):

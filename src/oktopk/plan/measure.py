@@ -5,9 +5,13 @@ All ranks do the same at once, so that they compete as they do in training. Of e
 
 from __future__ import annotations
 
+import gc
+import io
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from oktopk.algorithms import Algorithm, Dense
-from oktopk.bench.candidates import wrap
+from oktopk.bench.candidates import share_weights, wrap
 from oktopk.bench.machine import num_cores, threads_for
 from oktopk.bench.methods import PowerSgd
 from oktopk.bench.models import Model, check_model, heavy_tailed, load_model
@@ -25,6 +30,7 @@ from oktopk.bench.probe import Stopwatch
 from oktopk.bench.processes import Setting
 from oktopk.comm import Comm, ProcessGroupComm
 from oktopk.cost import Call, ring_words
+from oktopk.ddp.attach import attach
 from oktopk.plan.methods import Method
 from oktopk.plan.profile import Host, Parameter, Profile, Rate
 from oktopk.plan.schedule import schedule_of
@@ -39,15 +45,21 @@ LEAST_NUMEL = 1024
 
 Times = dict[str, Any]
 """Times of one rank, in seconds of each repeat: step (forward, backward, optimizer, ready by parameter), collectives
-(by kind: small, big), computing (by method and size), low_rank (by method); and whether the ranks share cores."""
+(by kind: small, big), computing (by method and size), hooked (by method: what a hook adds to a step); and whether the
+ranks share cores."""
 
 
 def measure(model: str, batch: int, size: int, methods: Sequence[Method], optimizer: str) -> Profile:
-    """Return the profile of a model on this machine, with `size` processes over the loopback for the exchange."""
+    """Return the profile of a model on this machine, with two processes over the loopback for the exchange, if any."""
     check_model(model, batch)
-    alone = time_step(load_model(model), batch, optimizer, barrier=lambda: None)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        alone = time_step(load_model(model), batch, optimizer, dist.group.WORLD)
+    finally:
+        gc.collect()  # a DDP sits in reference cycles, and owns the group, too
+        dist.destroy_process_group()
     if size == 1:
-        return profile_of(model, [{"step": alone, "shares": False}], methods, optimizer)
+        return profile_of(model, [{"step": alone}], methods, optimizer)
     ranks = Setting(2, None).run(time_rank, model, batch, optimizer, methods)
     shares = num_cores() < 2  # one core computes, the other exchanges
     return profile_of(model, [{**rank, "step": alone, "shares": shares} for rank in ranks], methods, optimizer)
@@ -56,20 +68,31 @@ def measure(model: str, batch: int, size: int, methods: Sequence[Method], optimi
 def time_rank(model: str, batch: int, optimizer: str, methods: Sequence[Method]) -> Times:
     """Return the times of this rank of the default process group."""
     loaded, comm = load_model(model), ProcessGroupComm()
-    step = time_step(loaded, batch, optimizer, dist.barrier)
-    profile = _bare(model, loaded.net)
+    groups = [dist.new_group([rank]) for rank in range(comm.size)]  # which end with the default group
+    own = groups[comm.rank]
+    step, profile = time_step(loaded, batch, optimizer, own), _bare(model, loaded.net)
+    plain = _ddp_seconds(wrap(share_weights(loaded.net), None, own), loaded, batch)
+    hooked = {m.computing: _hooked_seconds(m, loaded, batch, own) for m in methods if m.rank or m == _first(methods)}
     return {
         "step": step,
         "collectives": _collectives(profile, methods, comm),
         "computing": {m.computing: _computing(m, profile, comm) for m in methods if m.computing and not m.two_level},
-        "low_rank": {m.computing: _low_rank_steps(m.rank, loaded, batch) for m in methods if m.rank},
+        "hooked": {name: [each - median(plain) for each in seconds] for name, seconds in hooked.items()},
         "shares": _shares_cores(comm),
     }
 
 
-def time_step(loaded: Model, batch: int, optimizer: str, barrier: Callable[[], object]) -> Times:
-    """Return the seconds of forward, backward and optimizer of each repeat, and those until each gradient was there."""
-    net = loaded.net
+def _first(methods: Sequence[Method]) -> Method | None:
+    """Return the first of our methods, which stands for all of them where an attachment is timed."""
+    return next((each for each in methods if each.algorithm is not None and each.every == 1), None)
+
+
+def time_step(loaded: Model, batch: int, optimizer: str, own: dist.ProcessGroup | None) -> Times:
+    """Return the seconds of forward, backward and optimizer of each repeat, and those until each gradient was there.
+
+    The model is under DDP in a group of this rank alone, so that all that DDP does but the exchange is in them.
+    """
+    net = wrap(share_weights(loaded.net), None, own)
     parameters = [each for each in net.parameters() if each.requires_grad]
     made, arrived = _optimizer(optimizer, parameters), [0.0] * len(parameters)
 
@@ -84,7 +107,7 @@ def time_step(loaded: Model, batch: int, optimizer: str, barrier: Callable[[], o
     for number in range(WARM_UP + REPEATS):
         inputs, targets = loaded.inputs(batch, seed=number)
         net.zero_grad()
-        barrier()
+        dist.barrier()
         start = time.perf_counter()
         loss = loaded.loss(net(*inputs), targets)
         between = time.perf_counter()
@@ -191,13 +214,18 @@ def _stretches(algorithm: Algorithm, numel: int, comm: Comm) -> list[list[float]
     return repeats[WARM_UP:]
 
 
-def _low_rank_steps(rank: int, loaded: Model, batch: int) -> list[float]:
-    """Return the seconds that PowerSGD's hook adds to forward and backward, on a group of this rank alone."""
-    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]  # which end with the default group
-    own = groups[dist.get_rank()]
-    assert isinstance(own, dist.ProcessGroup)
-    plain, hooked = (_ddp_seconds(wrap(loaded.net, method, own), loaded, batch) for method in (None, PowerSgd(rank)))
-    return [max(0.0, with_hook - median(plain)) for with_hook in hooked]
+def _hooked_seconds(method: Method, loaded: Model, batch: int, own: dist.ProcessGroup) -> list[float]:
+    """Return the seconds of forward and backward with a method's hook, in a group of this rank alone."""
+    model = wrap(share_weights(loaded.net), PowerSgd(method.rank) if method.rank else None, own)
+    if method.rank:
+        return _ddp_seconds(model, loaded, batch)
+    assert method.algorithm is not None
+    with redirect_stderr(io.StringIO()):
+        attached = attach(model, method.algorithm, dense_steps=0, group=own)
+    try:
+        return _ddp_seconds(model, loaded, batch)
+    finally:
+        attached.detach()
 
 
 def _ddp_seconds(model: nn.Module, loaded: Model, batch: int) -> list[float]:
@@ -229,7 +257,7 @@ def profile_of(model: str, ranks: Sequence[Times], methods: Sequence[Method], op
     parameters = tuple(Parameter(shape, at) for shape, at in zip(shapes, ready, strict=True))
     return Profile(
         name=model, parameters=parameters, optimizer=optimizer, forward_s=step["forward"],
-        backward_s=step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods),
+        backward_s=step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods, parameters),
     )  # fmt: skip
 
 
@@ -237,7 +265,7 @@ def _slowest(ranks: Sequence[Sequence[float]]) -> float:
     return float(median(map(max, zip(*ranks, strict=True))))
 
 
-def _host(ranks: Sequence[Times], methods: Sequence[Method]) -> Host:
+def _host(ranks: Sequence[Times], methods: Sequence[Method], parameters: Sequence[Parameter]) -> Host:
     if "collectives" not in ranks[0]:
         return Host()
     size, message_s, word_s = len(ranks), {}, {}
@@ -252,10 +280,27 @@ def _host(ranks: Sequence[Times], methods: Sequence[Method]) -> Host:
     for method in methods:
         name = method.computing
         if method.rank:
-            computing[name] = Rate(_slowest([rank["low_rank"][name] for rank in ranks]))
+            computing[name] = Rate(max(0.0, _slowest([rank["hooked"][name] for rank in ranks])))
         elif ranks[0]["computing"].get(name):
             computing[name] = _rate([rank["computing"][name] for rank in ranks])
+    attach_s = _attachment_s(ranks, methods, computing, parameters)
+    ours = {method.computing for method in methods if method.algorithm is not None}
+    computing = {n: replace(rate, call_s=rate.call_s + attach_s * (n in ours)) for n, rate in computing.items()}
     return Host(message_s=message_s, word_s=word_s, computing=computing, shares=ranks[0]["shares"])
+
+
+def _attachment_s(
+    ranks: Sequence[Times], methods: Sequence[Method], computing: Mapping[str, Rate], parameters: Sequence[Parameter]
+) -> float:
+    """Return the seconds a group that an attachment takes beside its reductions: threads, futures and records."""
+    first = _first(methods)
+    if first is None or first.algorithm is None:
+        return 0.0
+    bare = Profile(name="", parameters=tuple(parameters), forward_s=0.0, backward_s=0.0)
+    groups = bare.groups(first.algorithm.density)
+    reductions_s = sum(computing[first.computing].seconds(part.numel + part.tail) for part in groups)
+    whole_s = _slowest([rank["hooked"][first.computing] for rank in ranks])
+    return max(0.0, whole_s - reductions_s) / len(groups)
 
 
 def _rate(ranks: Sequence[Sequence[Any]]) -> Rate:

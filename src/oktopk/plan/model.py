@@ -197,8 +197,8 @@ def round_seconds(schedule: Schedule, topology: Topology, host: Host) -> tuple[f
 
 def _outer_bytes(schedule: Schedule, topology: Topology) -> float:
     """Return the bytes that leave one part of the outermost level."""
-    groups, ranks = (schedule.size, schedule.stride), topology.inner_size
-    return sum(crossings(groups, each.distances, ranks) * each.num_bytes * each.times for each in schedule.rounds)
+    ranks = topology.inner_size
+    return sum(crossings(schedule, each, ranks) * each.num_bytes * each.times for each in schedule.rounds)
 
 
 def memory_of(method: Method, profile: Profile) -> int:

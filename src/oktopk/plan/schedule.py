@@ -6,6 +6,7 @@ of some distances. A rank begins a round when all messages of its round before h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,18 +72,26 @@ class Schedule:
         """Bytes that a rank sends; with a tree, the one that sends in each of its rounds."""
         return sum(each.num_bytes * len(each.distances) * each.times for each in self.rounds)
 
+    def sends(self, num_ranks: int) -> Iterator[list[tuple[list[int], float]]]:
+        """Yield for each round the targets of every rank, and the bytes for each of them."""
+        for each in chain.from_iterable(repeat(each, each.times) for each in self.rounds):
+            made = []
+            for rank in range(num_ranks):
+                first, place = self._place(rank)
+                targets = [first + target * self.stride for target in each.targets(place, self.size)]
+                made.append((targets, each.num_bytes))
+            yield made
+
     def messages(self, num_ranks: int) -> Iterator[Message]:
         """Yield the messages of all groups of `num_ranks` ranks, each after those that it needs."""
         arrived: list[tuple[int, ...]] = [()] * num_ranks
         number = 0
-        for each in chain.from_iterable(repeat(each, each.times) for each in self.rounds):
+        for sends in self.sends(num_ranks):
             coming: list[list[int]] = [[] for _ in range(num_ranks)]
-            for rank in range(num_ranks):
-                first, place = self._place(rank)
-                for target in each.targets(place, self.size):
-                    to = first + target * self.stride
-                    yield Message(number, rank, to, each.num_bytes, arrived[rank])
-                    coming[to].append(number)
+            for rank, (targets, num_bytes) in enumerate(sends):
+                for target in targets:
+                    yield Message(number, rank, target, num_bytes, arrived[rank])
+                    coming[target].append(number)
                     number += 1
             arrived = [tuple(came) or before for came, before in zip(coming, arrived, strict=True)]
 
@@ -126,31 +135,42 @@ def tree(num_bytes: float, size: int) -> Schedule:
     return Schedule(size, (*up, *down))
 
 
-@lru_cache(maxsize=4096)
-def crossings(schedule: tuple[int, int], distances: range, block: int) -> int:
-    """Return the messages of a round that leave a block of so many ranks, by the groups' (size, stride).
+def crossings(schedule: Schedule, each: Round, block: int) -> int:
+    """Return the messages of a round that pass the busiest link, each way, of a block of so many ranks.
 
-    >>> crossings((8, 1), range(1, 8), 4), crossings((2, 4), range(1, 2), 4), crossings((4, 1), range(1, 2), 4)
-    (16, 4, 0)
+    >>> eight, pairs = schedule_of([Call("all_to_all", 7)], 8), schedule_of([Call("all_gather", 1)], 2, stride=4)
+    >>> crossings(eight, eight.rounds[0], 4), crossings(pairs, pairs.rounds[0], 4)
+    (16, 4)
     """
-    size, stride = schedule
+    if each.senders == ALL:
+        return _of_all(schedule.size, schedule.stride, each.distances, block)
+    return _of_tree(schedule, each.distances[0], each.senders, block)
+
+
+@lru_cache(maxsize=4096)
+def _of_all(size: int, stride: int, distances: range, block: int) -> int:
     members, groups = max(1, block // stride), min(block, stride)
     if members >= size:
         return 0
     return groups * sum(min(d % size, members, size - d % size) for d in distances)
 
 
+def _of_tree(schedule: Schedule, distance: int, senders: str, block: int) -> int:
+    """Count, of the groups that lie across a block, the messages out of it and into it."""
+    each, ranks = Round("sendrecv", range(distance, distance + 1), 0.0, senders=senders), Counter[tuple[int, str]]()
+    for place in range(schedule.size):
+        for target in each.targets(place, schedule.size):
+            source_block, target_block = place * schedule.stride // block, target * schedule.stride // block
+            if source_block != target_block:
+                ranks.update([(source_block, "out"), (target_block, "in")])
+    return max(ranks.values(), default=0) * min(block, schedule.stride)
+
+
 def wire_seconds(each: Round, schedule: Schedule, topology: Topology) -> tuple[float, float]:
     """Return the seconds that the busiest link needs for a round, and the latency of the farthest message."""
     wire_s = latency_s = 0.0
-    groups = (schedule.size, schedule.stride)
-    blocks = list(topology.blocks())
-    outside = [crossings(groups, each.distances, ranks * level.size) for level, ranks in blocks]
-    for i, (level, ranks) in enumerate(blocks):
-        count = crossings(groups, each.distances, ranks)
-        if i == 0 and len(blocks) > 1:  # what leaves a node does not pass the links inside it
-            count -= -(-outside[0] // level.size)
-        if count > 0:
-            wire_s = max(wire_s, level.wire_s(count * each.num_bytes))
-            latency_s = max(latency_s, level.latency_s)
+    for level, ranks in topology.blocks():
+        count = crossings(schedule, each, ranks)
+        if count:
+            wire_s, latency_s = max(wire_s, level.wire_s(count * each.num_bytes)), level.latency_s
     return wire_s, latency_s
