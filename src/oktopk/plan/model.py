@@ -18,14 +18,14 @@ from functools import cache
 
 from oktopk.algorithms import Algorithm, Dense, GTopk
 from oktopk.codec import WORD_BYTES
-from oktopk.cost import Call, Cost, predict, ring_words
+from oktopk.cost import ELEMENT_S, GROUP_S, Call, Cost, predict, ring_words
 from oktopk.plan.methods import BF16, Method
 from oktopk.plan.profile import Host, Parameter, Part, Profile, Rate
 from oktopk.plan.schedule import Schedule, crossings, schedule_of, tree, wire_seconds
 from oktopk.plan.topology import Topology
 
-UNMEASURED = Rate(3e-3, 1.0e-9)
-"""Computing of a sparse exchange that nobody measured: 3 ms a group and 1 ns an element, as on a core of a CPU."""
+UNMEASURED = Rate(GROUP_S, ELEMENT_S)
+"""Computing of a sparse exchange that nobody measured."""
 
 UNMEASURED_BY = {"": Rate(), BF16: Rate(0.0, 0.5e-9)}
 
