@@ -66,6 +66,7 @@ def test_a_plan_without_its_facts_is_refused(words: str, says: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(240)
 def test_a_model_is_profiled_here() -> None:
     plan = json.loads(call("plan", "--model gpt-tiny --batch 2 --ranks 4 --json").stdout)
     assert plan["model"]["numel"] == 426_624

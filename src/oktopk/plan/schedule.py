@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import chain, repeat
 
 from oktopk.codec import WORD_BYTES
+from oktopk.comm.process_group import LARGE_BYTES
 from oktopk.cost import Call
 from oktopk.errors import SettingError
 from oktopk.plan.topology import Topology
@@ -102,21 +103,21 @@ class Schedule:
         return start, (rank - start) // self.stride
 
 
-def schedule_of(calls: Iterable[Call], size: int, stride: int = 1, gather: str = "ring") -> Schedule:
-    """Return the schedule of collectives in groups of `size` ranks, as gloo and NCCL send them.
+def schedule_of(calls: Iterable[Call], size: int, stride: int = 1) -> Schedule:
+    """Return the schedule of collectives in groups of `size` ranks, as `ProcessGroupComm` and gloo send them.
 
-    An all_reduce is a ring. A gather is a "ring", or "direct": each rank sends its block to all others at once.
+    An all_reduce is a ring, and so is a gather of large blocks. Small blocks go to all others at once.
 
     >>> schedule_of([Call("all_gather", 30)], size=4).rounds
-    (Round(kind='all_gather', distances=range(1, 2), num_bytes=40.0, times=3, senders='all'),)
+    (Round(kind='all_gather', distances=range(1, 4), num_bytes=40.0, times=1, senders='all'),)
     """
-    rounds = tuple(each for call in calls for each in _rounds_of(call, size, gather)) if size > 1 else ()
+    rounds = tuple(each for call in calls for each in _rounds_of(call, size)) if size > 1 else ()
     return Schedule(size, rounds, stride)
 
 
-def _rounds_of(call: Call, size: int, gather: str) -> Sequence[Round]:
+def _rounds_of(call: Call, size: int) -> Sequence[Round]:
     kind, num_bytes, peers = call.collective, call.words * WORD_BYTES, size - 1
-    if kind in DIRECT or (kind == "all_gather" and gather == "direct"):
+    if kind in DIRECT or (kind == "all_gather" and num_bytes < LARGE_BYTES * peers):
         return [Round(kind, range(1, size), num_bytes / peers)]
     if kind.startswith("all_reduce"):
         return [Round(kind, range(1, 2), num_bytes / (2 * peers), 2 * peers)]
