@@ -46,6 +46,6 @@ def command(*functions: Callable[..., None], about: str = "", cls: type[TyperCom
         rich_markup_mode=None, add_completion=False, no_args_is_help=True, help=about, context_settings=settings
     )
     for function in functions:
-        text = re.sub(r"\n\n(?=(sudo )?oktopk )", "\n\n\b\n", inspect.cleandoc(function.__doc__ or ""))
+        text = re.sub(r"\n\n(?=(sudo )?oktopk |torchrun )", "\n\n\b\n", inspect.cleandoc(function.__doc__ or ""))
         app.command(cls=cls, help=text, context_settings=settings)(function)
     return typer.main.get_command(app)

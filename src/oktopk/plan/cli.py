@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,6 +33,7 @@ Numel = Annotated[int, typer.Option(min=0, help="Parameters, in place of --model
 Compute = Annotated[float, typer.Option("--compute-ms", min=0, help="Milliseconds of forward and backward on a rank.")]
 Ranks = Annotated[int, typer.Option(min=0, help="Ranks, each a host of its own.")]
 Mbit = Annotated[float, typer.Option(min=0, help="Mbit/s of each host's link. 0: no limit.")]
+Hosts = Annotated[str, typer.Option(help="Hosts to profile --model on and to measure the links of, by ssh: a,b.")]
 Delay = Annotated[float, typer.Option("--delay-ms", min=0, help="Milliseconds of a message from host to host.")]
 Optimizer = Annotated[str, typer.Option(help="sgd or adam: whose learning factors count.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
@@ -47,6 +50,7 @@ def plan(
     ranks: Ranks = 0,
     mbit: Mbit = 1000.0,
     delay_ms: Delay = 0.1,
+    hosts: Hosts = "",
     optimizer: Optimizer = "",
     out: Out = None,
     as_json: Json = False,
@@ -58,19 +62,95 @@ def plan(
     oktopk plan --numel 124000000 --compute-ms 400 --ranks 16 --mbit 10000 --optimizer adam
 
     oktopk plan cluster.toml --out plan
+
+    oktopk plan --model your.module:factory --hosts a,b
+
+    torchrun --nproc-per-node 2 -m oktopk plan --model gpt-tiny
     """
     inputs = Inputs() if file is None else read_plan(file)
-    topology = flat(ranks, mbit, 1e-3 * delay_ms) if ranks else inputs.topology
-    if topology is None:
-        raise SettingError("say how many ranks there are: --ranks 4 --mbit 1000, or a file with [[level]]")
-    candidates = methods(len(topology.levels), inputs.every)
-    profile = _profile(inputs, model, batch, numel, compute_ms, topology, optimizer, candidates)
-    rows = rows_of(candidates, profile, topology)
+    asked = _Asked(
+        inputs, model, batch, numel, 1e-3 * compute_ms,
+        flat(ranks, mbit, 1e-3 * delay_ms) if ranks else inputs.topology,
+        one_of("optimizer", optimizer, OPTIMIZERS) if optimizer else "sgd",
+    )  # fmt: skip
+    if hosts:
+        asked.check_model()
+        words = [
+            *(["--json"] if as_json else []),
+            *(["--out", str(out)] if out else []),
+            *([str(file)] if file else []),
+        ]
+        same = ["--model", model, "--batch", str(batch), "--optimizer", asked.optimizer, *words]
+        from oktopk.plan.job import start_on
+
+        return start_on(hosts.split(","), same)
+    facts = _facts(asked)
+    if facts is None:  # rank 0 of the job prints
+        return None
+    profile, topology = facts
+    rows = rows_of(asked.candidates, profile, topology)
     made = show.to_json(rows, judge(rows, profile, topology), profile, topology, inputs.steps, inputs.money)
     files = [] if out is None else show.write(made, out)
     if as_json:
         print(json.dumps(made, allow_nan=False))
-        return
+        return None
+    return _print(made, topology, inputs, files)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The user's wishes; the topology is None where only a job can tell it."""
+
+    inputs: Inputs
+    model: str
+    batch: int
+    numel: int
+    compute_s: float
+    topology: Topology | None
+    optimizer: str
+
+    @property
+    def candidates(self) -> list[Method]:
+        """The methods to compare."""
+        return methods(len(self.topology.levels) if self.topology else 1, self.inputs.every)
+
+    def check_model(self) -> None:
+        """Refuse to profile nothing."""
+        if not self.model:
+            raise SettingError("several ranks profile a model together: name it with --model")
+
+
+def _facts(asked: _Asked) -> tuple[Profile, Topology] | None:
+    """Return the profile and the topology: of the running job, of a profile here, of the flags, or of the file."""
+    if asked.model and asked.numel:
+        raise SettingError("--model is profiled here, and --numel is given by you: name one of them")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        asked.check_model()
+        from oktopk.plan.job import plan_job
+
+        measured = plan_job(asked.model, asked.batch, asked.candidates, asked.optimizer)
+        return measured and (measured[0], asked.topology or measured[1])
+    if asked.topology is None:
+        raise SettingError("say how many ranks there are: --ranks 4 --mbit 1000, or a file with [[level]]")
+    return _profile(asked, asked.topology.size), asked.topology
+
+
+def _profile(asked: _Asked, size: int) -> Profile:
+    if asked.model:
+        from oktopk.plan.measure import measure
+
+        return measure(asked.model, asked.batch, min(size, 2), asked.candidates, asked.optimizer)
+    if asked.numel:
+        within("--compute-ms", asked.compute_s, 0, open_low=True)
+        return from_numbers(asked.numel, asked.compute_s, asked.optimizer)
+    if asked.inputs.profile is None:
+        raise SettingError(
+            "say what trains: --model module:factory, or --numel and --compute-ms, or a file with [model]"
+        )
+    return asked.inputs.profile
+
+
+def _print(made: dict[str, Any], topology: Topology, inputs: Inputs, files: Sequence[Path]) -> None:
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
     console.print(escape(str(topology)))
@@ -79,31 +159,3 @@ def plan(
     console.print(escape(made["verdict"]["code"]), soft_wrap=True)
     for path in files:
         console.print(f"wrote {escape(str(path))}")
-
-
-def _profile(
-    inputs: Inputs,
-    model: str,
-    batch: int,
-    numel: int,
-    compute_ms: float,
-    topology: Topology,
-    optimizer: str,
-    candidates: Sequence[Method],
-) -> Profile:
-    """Return the profile of a model here, of the flags, or of the file."""
-    chosen = one_of("optimizer", optimizer, OPTIMIZERS) if optimizer else "sgd"
-    if model and numel:
-        raise SettingError("--model is profiled here, and --numel is given by you: name one of them")
-    if model:
-        from oktopk.plan.measure import measure
-
-        return measure(model, batch, min(topology.size, 2), candidates, chosen)
-    if numel:
-        within("--compute-ms", compute_ms, 0, open_low=True)
-        return from_numbers(numel, 1e-3 * compute_ms, chosen)
-    if inputs.profile is None:
-        raise SettingError(
-            "say what trains: --model module:factory, or --numel and --compute-ms, or a file with [model]"
-        )
-    return inputs.profile

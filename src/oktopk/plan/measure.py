@@ -28,12 +28,14 @@ from oktopk.bench.methods import PowerSgd
 from oktopk.bench.models import Model, check_model, heavy_tailed, load_model
 from oktopk.bench.probe import Stopwatch
 from oktopk.bench.processes import Setting
+from oktopk.codec import WORD_BYTES
 from oktopk.comm import Comm, ProcessGroupComm
 from oktopk.cost import Call, ring_words
 from oktopk.ddp.attach import attach
 from oktopk.plan.methods import Method
 from oktopk.plan.profile import Host, Parameter, Profile, Rate
 from oktopk.plan.schedule import schedule_of
+from oktopk.plan.topology import Level
 from oktopk.reducer import Reducer
 
 WARM_UP, REPEATS = 3, 5
@@ -42,6 +44,8 @@ SMALL_PART = 8
 """Divisor of the largest group for the second size, with which a rate is fitted."""
 
 LEAST_NUMEL = 1024
+SLOWER = 1.3
+"""Factor on a link's time of a word, above which the host is what takes longer."""
 
 Times = dict[str, Any]
 """Times of one rank, in seconds of each repeat: step (forward, backward, optimizer, ready by parameter), collectives
@@ -248,8 +252,10 @@ def _shares_cores(comm: Comm) -> bool:
     return here * (threads_for(here) + 1) > num_cores()
 
 
-def profile_of(model: str, ranks: Sequence[Times], methods: Sequence[Method], optimizer: str) -> Profile:
-    """Return the profile that the times of all ranks amount to."""
+def profile_of(
+    model: str, ranks: Sequence[Times], methods: Sequence[Method], optimizer: str, link: Level | None = None
+) -> Profile:
+    """Return the profile that the times of all ranks amount to; `link` is what their messages passed, if it is slow."""
     step = {name: _slowest([rank["step"][name] for rank in ranks]) for name in ("forward", "backward", "optimizer")}
     ready = [median(moments) for moments in zip(*ranks[0]["step"]["ready"], strict=True)]
     net = load_model(model).net
@@ -257,7 +263,7 @@ def profile_of(model: str, ranks: Sequence[Times], methods: Sequence[Method], op
     parameters = tuple(Parameter(shape, at) for shape, at in zip(shapes, ready, strict=True))
     return Profile(
         name=model, parameters=parameters, optimizer=optimizer, forward_s=step["forward"],
-        backward_s=step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods, parameters),
+        backward_s=step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods, parameters, link),
     )  # fmt: skip
 
 
@@ -265,15 +271,18 @@ def _slowest(ranks: Sequence[Sequence[float]]) -> float:
     return float(median(map(max, zip(*ranks, strict=True))))
 
 
-def _host(ranks: Sequence[Times], methods: Sequence[Method], parameters: Sequence[Parameter]) -> Host:
+def _host(
+    ranks: Sequence[Times], methods: Sequence[Method], parameters: Sequence[Parameter], link: Level | None
+) -> Host:
     if "collectives" not in ranks[0]:
         return Host()
     size, message_s, word_s = len(ranks), {}, {}
     for kind, figures in ranks[0]["collectives"].items():
         small, big = (_slowest([rank["collectives"][kind][which] for rank in ranks]) for which in ("small", "big"))
         rounds = schedule_of([Call(kind, 1.0)], size).rounds
-        message_s[kind] = small / sum(len(each.distances) * each.times for each in rounds)
-        word_s[kind] = max(0.0, big - small) / figures["words"]
+        waits_s = 0.0 if link is None else link.latency_s * sum(each.times for each in rounds)
+        message_s[kind] = max(0.0, small - waits_s) / sum(len(each.distances) * each.times for each in rounds)
+        word_s[kind] = _host_word_s(max(0.0, big - small) / figures["words"], link)
     for alias, kind in (("all_to_all_single", "all_to_all"), ("reduce_scatter", "all_reduce")):
         message_s[alias], word_s[alias] = message_s[kind], word_s[kind]
     computing = {}
@@ -287,6 +296,12 @@ def _host(ranks: Sequence[Times], methods: Sequence[Method], parameters: Sequenc
     ours = {method.computing for method in methods if method.algorithm is not None}
     computing = {n: replace(rate, call_s=rate.call_s + attach_s * (n in ours)) for n, rate in computing.items()}
     return Host(message_s=message_s, word_s=word_s, computing=computing, shares=ranks[0]["shares"])
+
+
+def _host_word_s(measured_s: float, link: Level | None) -> float:
+    """Return the host's seconds of a word; where the link took about as long, they are unknown and taken as usual."""
+    wire_s = 0.0 if link is None else link.wire_s(WORD_BYTES)
+    return measured_s if measured_s > SLOWER * wire_s else min(measured_s, Host().of_word(""))
 
 
 def _attachment_s(
