@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from oktopk.algorithms import Algorithm
-from oktopk.codec import WORD_BYTES
 from oktopk.cost import ELEMENT_S, GROUP_S, predict
 from oktopk.errors import SettingError
 from oktopk.telemetry.format import format_seconds
 from oktopk.telemetry.schema import StepRecord
+from oktopk.words import WORD_BYTES
 
 SAMPLES = 16
 """Steps of each kind whose median counts."""

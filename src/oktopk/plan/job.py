@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oktopk.codec import WORD_BYTES
 from oktopk.comm import Comm, ProcessGroupComm
 from oktopk.errors import PeerError, SettingError
 from oktopk.plan.measure import profile_of, time_rank
 from oktopk.plan.methods import Method
 from oktopk.plan.profile import Profile
 from oktopk.plan.topology import PAYLOAD, Topology, flat
+from oktopk.words import WORD_BYTES
 
 JOIN_S = 120.0
 LONGEST_S = 900.0

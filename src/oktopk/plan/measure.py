@@ -28,7 +28,6 @@ from oktopk.bench.methods import PowerSgd
 from oktopk.bench.models import Model, check_model, heavy_tailed, load_model
 from oktopk.bench.probe import Stopwatch
 from oktopk.bench.processes import Setting
-from oktopk.codec import WORD_BYTES
 from oktopk.comm import Comm, ProcessGroupComm
 from oktopk.cost import Call, ring_words
 from oktopk.ddp.attach import attach
@@ -37,6 +36,7 @@ from oktopk.plan.profile import Host, Parameter, Profile, Rate
 from oktopk.plan.schedule import schedule_of
 from oktopk.plan.topology import Level
 from oktopk.reducer import Reducer
+from oktopk.words import WORD_BYTES
 
 WARM_UP, REPEATS = 3, 5
 SMALL_CALLS = 15

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from oktopk.algorithms import Algorithm, Dense, GTopk
-from oktopk.codec import WORD_BYTES
 from oktopk.cost import ELEMENT_S, GROUP_S, Call, Cost, predict, ring_words
 from oktopk.plan.methods import BF16, Method
 from oktopk.plan.profile import Host, Parameter, Part, Profile, Rate
 from oktopk.plan.schedule import Schedule, crossings, schedule_of, tree, wire_seconds
 from oktopk.plan.topology import Topology
+from oktopk.words import WORD_BYTES
 
 UNMEASURED = Rate(GROUP_S, ELEMENT_S)
 """Computing of a sparse exchange that nobody measured."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from oktopk.codec import WORD_BYTES
 from oktopk.ddp.exclude import DENSE_SHARE, SMALL
+from oktopk.words import WORD_BYTES
 
 CAP_BYTES = 25 << 20
 FIRST_BYTES = 1 << 20

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
 
-from oktopk.codec import WORD_BYTES
 from oktopk.comm.process_group import LARGE_BYTES
 from oktopk.cost import Call
 from oktopk.errors import SettingError
 from oktopk.plan.topology import Topology
+from oktopk.words import WORD_BYTES
 
 ALL, UP, DOWN = "all", "up", "down"
 """The ranks that send in a round: all of them, or those at one height of a tree, towards its root or away from it."""
