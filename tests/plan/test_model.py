@@ -49,6 +49,12 @@ def test_shared_cores_hide_no_computing() -> None:
     assert step_s(default(), shared, flat(8, 0)) >= least > step_s(default(), apart, flat(8, 0))
 
 
+def test_updates_are_exchanged_after_the_optimizer() -> None:
+    made = predict_step(default(), replace(PROFILE, optimizer="adam"), SITES)
+    assert made.step_s == pytest.approx(PROFILE.compute_s + made.exchange_s)
+    assert (made.hidden_s, step_s(default()) < made.step_s) == (0, True)
+
+
 def test_groups_and_tails_are_those_of_attach() -> None:
     with torch.device("meta"):
         net = make_model("lstman4-small")

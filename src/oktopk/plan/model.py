@@ -7,6 +7,7 @@ filled them, and leave one after the other.
     exchange    sum over the rounds of its schedule, plus the computing of the method
     step        forward + max(backward, end of the queue) + optimizer
 
+Where `attach` exchanges what Adam moved, the exchange waits for the optimizer and nothing overlaps.
 Where ranks outnumber cores nothing that computes can overlap. Then a step is at least the sum of all computing.
 """
 
@@ -61,13 +62,18 @@ def predict_step(method: Method, profile: Profile, topology: Topology) -> Predic
     schedules = schedules_of(method, profile, topology)
     queue = [_queued(method, part, plan, profile.host, topology) for part, plan in schedules]
     exchange_s = sum(each.computing_s + each.rounds_s for each in queue)
-    is_local = method.every > 1
-    step_s = profile.compute_s + exchange_s / method.every if is_local else _overlapped(profile, queue)
+    is_late = method.every > 1 or _exchanges_updates(method, profile)
+    step_s = profile.compute_s + exchange_s / method.every if is_late else _overlapped(profile, queue)
     plans = [schedule for _, plan in schedules for schedule in plan]
     sent = sum(schedule.sent_bytes for schedule in plans) / method.every
     outer = sum(_outer_bytes(schedule, topology) for schedule in plans) / method.every
-    hidden_s = 0.0 if is_local else max(0.0, profile.compute_s + exchange_s - step_s)
+    hidden_s = 0.0 if is_late else max(0.0, profile.compute_s + exchange_s - step_s)
     return Prediction(method, step_s, exchange_s, hidden_s, sent, outer, memory_of(method, profile))
+
+
+def _exchanges_updates(method: Method, profile: Profile) -> bool:
+    """Whether the exchange waits for the optimizer, as with `attach(optimizer=)` and another one than SGD."""
+    return method.algorithm is not None and not method.two_level and profile.optimizer != "sgd"
 
 
 def _overlapped(profile: Profile, queue: Sequence[Queued]) -> float:
@@ -209,6 +215,6 @@ def memory_of(method: Method, profile: Profile) -> int:
     if method.rank:  # the error, and the factors
         _, (schedule,) = _low_rank(method.rank, profile, 2)
         return whole + round(2 * schedule.sent_bytes)
-    if method.algorithm is not None:  # residual and acc
-        return 2 * whole
+    if method.algorithm is not None:  # residual and acc, and the weights before the optimizer's step
+        return (3 if _exchanges_updates(method, profile) else 2) * whole
     return whole // 2 if method.name == BF16 else 0
