@@ -80,9 +80,11 @@ def _cost(row: Row, topology: Topology, steps: int | None, hours: float | None, 
 
 
 def curves(rows: Sequence[Row], verdict: Verdict, profile: Profile, topology: Topology) -> dict[str, list[float]]:
-    """Return the seconds of a step over the link speeds: dense's, that of the method to use, and the quickest ones'."""
-    quick = sorted(rows, key=lambda row: row.prediction.step_s)
-    names = {DENSE, verdict.use, *(row.prediction.method.name for row in quick[:DRAWN])}
+    """Return the seconds of a step over the link speeds, for the method to use and the quickest of each kind."""
+    slowest_first = sorted(rows, key=lambda row: -row.prediction.step_s)
+    best = {(row.prediction.method.family, row.prediction.method.two_level): row for row in slowest_first}
+    quick = sorted(best.values(), key=lambda row: row.prediction.step_s)[:DRAWN]
+    names = {DENSE, verdict.use, *(row.prediction.method.name for row in quick)}
     chosen: list[Method] = [row.prediction.method for row in rows if row.prediction.method.name in names]
     found: dict[str, list[float]] = {method.name: [] for method in chosen}
     for mbit in SPEEDS:
@@ -147,9 +149,9 @@ def write(plan: dict[str, Any], folder: Path) -> list[Path]:
     place = plan["verdict"]["break_even_mbit"]
     if place is not None:
         axes.axvline(place, color="grey", linestyle=":")
-        axes.annotate(
-            f"dense as fast to a loss: {place:,.0f} Mbit/s", (place, axes.get_ylim()[1]), rotation=90, va="top"
-        )
+        text = f"dense as fast to a loss: {place:,.0f} Mbit/s"
+        axes.annotate(text, (place, axes.get_ylim()[1]), (-3, -3), textcoords="offset points", rotation=90, va="top",
+                      ha="right", fontsize=7)  # fmt: skip
     axes.set_xlabel("Mbit/s of the outermost links")
     axes.set_ylabel("seconds of a step")
     axes.legend(fontsize=7)
