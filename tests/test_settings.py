@@ -35,6 +35,7 @@ LATER = {
     "oktopk bench": {"compute_s", "every", "shard"},  # of local and of sharded steps
     "attach": {"mesh", "optimizer", "sparse_momentum"},  # FSDP, and the momentum of sparse steps
     "LocalSteps": keywords_of(oktopk.LocalSteps),
+    "oktopk plan": set(options_of(load("plan"))),
 }
 """Knobs of capabilities that came after the count: they add to nobody's choices who does not use these."""
 

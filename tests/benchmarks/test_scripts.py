@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import local_learning, overlap, reduce, step, volume
+from benchmarks import local_learning, overlap, plan, published, reduce, step, volume
 
 TINY = ["--width", "64", "--layers", "3", "--batch", "8", "--rounds", "2"]
 
@@ -99,3 +99,25 @@ def test_local_learning_compares_every_method(capsys: pytest.CaptureFixture[str]
     assert len(received) == 1 + len(local_learning.METHODS)
     assert received["DDP"] == pytest.approx(received["H = 1: dense, sgd"], rel=0.01)
     assert received["DDP"] > 40 * received["H = 1: 3 %, sgd"]
+
+
+def test_published_setups_are_within_the_errors_that_the_page_states(capsys: pytest.CaptureFixture[str]) -> None:
+    result = published.main([])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    errors = [abs(row["error"]) for row in result["home_lab"] if row["every"] > 1]
+    assert sorted(errors)[-2] < 0.25 < sorted(errors)[-1] < 0.3
+    times = {row["name"]: row["times"] for row in result["bert"]}
+    assert times["OkTopkPaper"] == 1 < times["GTopk"] < times["Dense"] < times["TopkA"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_the_plan_is_held_against_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    words = ["--ranks", "2", "--mbit", "0", "--rounds", "1", "--batch", "1", "--methods", "dense,oktopk-default"]
+    result = plan.main([*words, "--json", str(file)])
+    check_json(result, file, capsys)
+    assert [row["method"] for row in result["rows"]] == ["no exchange", "dense", "oktopk-default"]
+    assert 0 <= result["median_error"] <= result["worst_error"]
+    assert result["verdicts_right"] in (0.0, 1.0)

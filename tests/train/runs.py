@@ -23,7 +23,7 @@ from tests.harness import forking
 RUN_S = 200.0
 """Limit of a run of seconds on a busy machine, below that of its test, so that a run that hangs is named."""
 
-TIMES = ("split", "ranks", "seconds", "wait_seconds", "step_seconds", "epoch_seconds", "started")
+TIMES = ("split", "ranks", "seconds", "wait_seconds", "step_seconds", "predicted_seconds", "epoch_seconds", "started")
 
 
 @dataclass

@@ -152,7 +152,7 @@ class _Step(Candidate):
         self.loss = loaded.loss
         self.batches = [loaded.inputs(batch, seed=100 * dist.get_rank() + i) for i in range(POOL)]
         method = METHODS.get(entry.method)
-        net, mesh = _copy(loaded.net), make_mesh(shard) if shard > 1 else None
+        net, mesh = share_weights(loaded.net), make_mesh(shard) if shard > 1 else None
         self.model: nn.Module = wrap(net, method) if mesh is None else shard_(net, method, mesh)
         replicas = None if mesh is None else mesh["replicate"]
         self.attached = _attach(self.model, method, entry.density, replicas) if isinstance(method, Ours) else None
@@ -183,7 +183,7 @@ class _Step(Candidate):
         return {"record_bytes": record.sent_bytes, "parts": {**parts, "wait": record.wait_seconds, **record.seconds}}
 
 
-def _copy(net: nn.Module) -> nn.Module:
+def share_weights(net: nn.Module) -> nn.Module:
     """Return a copy that shares the memory of the weights, which no step changes."""
     copy = deepcopy(net)
     for mine, shared in zip(copy.parameters(), net.parameters(), strict=True):
@@ -198,7 +198,7 @@ def _attach(model: nn.Module, method: Ours, density: float | None, mesh: DeviceM
     return attached
 
 
-def wrap(net: nn.Module, method: Method | None) -> DistributedDataParallel:
+def wrap(net: nn.Module, method: Method | None, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
     """Return DDP, with a rival method's hook, around a net that has the same weights on all ranks: none are sent.
 
     PowerSGD needs one bucket. Its hook starts collectives from callbacks, which gloo runs in threads of its own:
@@ -206,9 +206,11 @@ def wrap(net: nn.Module, method: Method | None) -> DistributedDataParallel:
     """
     num_bytes = sum(p.numel() * p.element_size() for p in net.parameters())
     megabytes = 1 + num_bytes / 2**20 if isinstance(method, PowerSgd) else None
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=megabytes)
+    model = DistributedDataParallel(
+        net, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=megabytes, process_group=group
+    )
     if isinstance(method, PowerSgd):
-        state = powerSGD_hook.PowerSGDState(None, method.rank, start_powerSGD_iter=START_POWERSGD_ITER)
+        state = powerSGD_hook.PowerSGDState(group, method.rank, start_powerSGD_iter=START_POWERSGD_ITER)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif isinstance(method, AllReduce) and method.dtype != torch.float32:
         model.register_comm_hook(None, CASTS[method.dtype])

@@ -46,7 +46,7 @@ Out = Annotated[Path | None, typer.Option(help="Folder for results.json, results
 Numel = Annotated[int, typer.Option(min=1, help="Elements of the gradient.")]
 Batch = Annotated[int, typer.Option(min=1, help="Examples of each rank.")]
 Model = Annotated[
-    str, typer.Option(help="lstman4 (27.6 M parameters), an4-small (1 M), wide (27 M), or module:factory.")
+    str, typer.Option(help="lstman4 (27.6 M), an4-small (1 M), gpt-tiny (0.4 M), wide (27 M), or module:factory.")
 ]
 Measure = Callable[[Setting, list[Entry]], dict[str, Any]]
 Shard = Annotated[int, typer.Option(min=1, help="Ranks of a node, over which FSDP shards the model. 1: DDP.")]

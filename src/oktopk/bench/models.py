@@ -1,4 +1,4 @@
-"""The gradients and models that are timed: three models by name, and any other by module:factory."""
+"""The gradients and models that are timed: four models by name, and any other by module:factory."""
 
 import pkgutil
 import sys
@@ -63,6 +63,7 @@ def wide() -> tuple[nn.Module, Callable[[int, int], tuple[Tensor, Tensor]], Call
 MODELS = {
     "lstman4": "oktopk.train.models.synthetic:lstman4",
     "an4-small": "oktopk.train.models.synthetic:an4_small",
+    "gpt-tiny": "oktopk.train.models.synthetic:gpt_tiny",
     "wide": f"{__name__}:wide",
 }
 

@@ -166,7 +166,7 @@ def _computing(entry: Entry, numel: int) -> list[list[float]] | None:
 
 def _reduction_stretches(algorithm: Algorithm, numel: int) -> list[list[float]]:
     """Return for each round the seconds that a rank computes before, between and after its messages."""
-    stopwatch, pool, out = _Stopwatch(ProcessGroupComm()), make_pool(numel), torch.zeros(numel)
+    stopwatch, pool, out = Stopwatch(ProcessGroupComm()), make_pool(numel), torch.zeros(numel)
     reducer, rounds = Reducer(algorithm, stopwatch), []
     for number in range(WARM_UP + REDUCTIONS):
         dist.barrier()
@@ -181,7 +181,7 @@ def _paused(name: str) -> Any:
     return lambda self, *args: self.paused(lambda: getattr(self.comm, name)(*args))
 
 
-class _Stopwatch(Comm):
+class Stopwatch(Comm):
     """A comm that hands every call to another one and notes how long the rank computed before it.
 
     All ranks call the same collectives in the same order, so that the n-th stretch is the same one everywhere. Waiting
@@ -193,6 +193,7 @@ class _Stopwatch(Comm):
         self.start()
 
     def start(self) -> None:
+        """Begin a round."""
         self._stretches: list[float] = []
         self._since = time.perf_counter()
 
@@ -216,4 +217,5 @@ class _Stopwatch(Comm):
         return Pending(lambda: self.paused(pending.wait))
 
     def fail(self, error: BaseException) -> None:
+        """Tell the other ranks through the wrapped comm."""
         self.comm.fail(error)

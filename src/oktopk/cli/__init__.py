@@ -6,6 +6,7 @@ COMMANDS = {
     "report": ("report", "Show the figures of a run, or of several side by side, as a page or a table."),
     "watch": ("report", "Follow a run in this terminal until it ends."),
     "bench": ("bench", "Measure every method of exchange, side by side, on networks of any speed."),
+    "plan": ("cli", "Predict what each method costs on a network, and whether compression pays."),
     "doctor": ("cli", "Show versions, devices and kernels, and whether the kernels compute right."),
 }
 """The extra that a command needs, and its line in the help text."""

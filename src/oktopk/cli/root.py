@@ -27,6 +27,10 @@ def load(name: str) -> Any:
         from oktopk.bench import cli as bench
 
         return command(bench.exchange, bench.step, bench.local, bench.probe, about=bench.ABOUT)
+    if name == "plan":
+        from oktopk.plan.cli import plan
+
+        return command(plan)
     from oktopk.report.cli import report, watch
 
     return command(report if name == "report" else watch)
@@ -42,6 +46,6 @@ def command(*functions: Callable[..., None], about: str = "", cls: type[TyperCom
         rich_markup_mode=None, add_completion=False, no_args_is_help=True, help=about, context_settings=settings
     )
     for function in functions:
-        text = re.sub(r"\n\n(?=(sudo )?oktopk )", "\n\n\b\n", inspect.cleandoc(function.__doc__ or ""))
+        text = re.sub(r"\n\n(?=(sudo )?oktopk |torchrun )", "\n\n\b\n", inspect.cleandoc(function.__doc__ or ""))
         app.command(cls=cls, help=text, context_settings=settings)(function)
     return typer.main.get_command(app)

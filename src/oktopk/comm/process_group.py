@@ -47,6 +47,10 @@ class ProcessGroupComm(Comm):
         return Pending(wait)
 
     def all_gather(self, block: Tensor) -> Tensor:
+        """Send a small block to all others at once, because gloo's ring takes P - 1 times the latency."""
+        if self.size > 2 and block.nbytes < LARGE_BYTES and self._is_gloo():
+            sizes = [len(block)] * self.size
+            return self.all_to_all_single(block.repeat(self.size), sizes, sizes).view(self.size, len(block))
         out = block.new_empty(self.size * len(block))
         with _NamingTheCulprit(self.group):
             _all_gather(out, block.contiguous(), group=self.group)

@@ -22,6 +22,7 @@ from oktopk.algorithms.base import StepStats, describe
 from oktopk.comm import Comm, MeteredComm
 from oktopk.comm.agree import check_same, gather_settings
 from oktopk.cuda.events import record_event
+from oktopk.ddp.audit import Audit
 from oktopk.ddp.exclude import Exclusion, excluded
 from oktopk.ddp.loss_scale import loss_scale_of
 from oktopk.errors import MismatchError, NonFiniteError, PeerError, SettingError
@@ -92,21 +93,36 @@ class _Records:
     """The records of finished steps: the latest, the totals, and those that no sink has yet."""
 
     size: int
+    speaks: bool  # this rank tells the user how good the prediction was
+    audit: Audit = field(default_factory=Audit)
     last: StepRecord | None = None
     summary: Summary = field(default_factory=Summary)
     unwritten: deque[StepRecord] = field(default_factory=deque)
 
     def add(self, made: MadeStep, stats: Sequence[StepStats | None]) -> None:
         phase = made.context.phase
-        self.last = replace(
+        record = replace(
             total_of(made.records(stats, self.size, phase), step=made.context.step, phase=phase),
             skipped=made.error is not None,
             reason=None if made.error is None else str(made.error),
             wait_seconds=made.wait_seconds,
             step_seconds=made.step_seconds,
         )
+        self.last = self._audited(record, made)
         self.summary.add_(self.last)
         self.unwritten.append(self.last)
+
+    def _audited(self, record: StepRecord, made: MadeStep) -> StepRecord:
+        """Return the record with its predicted time, and tell the user once how good that was."""
+        groups = [part.group for part in made.parts]
+        if any(group.device.type != "cpu" for group in groups):  # the phases there are times of launches
+            return record
+        was_told = self.audit.sentence is not None
+        sizes = [(group.num_sparse, group.numel - group.num_sparse) for group in groups]
+        record = self.audit.look(record, made.context.algorithm, sizes)
+        if self.audit.sentence is not None and not was_told and self.speaks:
+            sys.stderr.write(f"oktopk: {self.audit.sentence}\n")
+        return record
 
 
 class Engine:
@@ -130,7 +146,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.is_detached = False
         self.refusal: NonFiniteError | None = None  # of gradients that ranks kept: their update is not committed
-        self._records = _Records(comm.size)
+        self._records = _Records(comm.size, self.is_first)
         self._scaler = scaler
         self._may_be_unused = may_be_unused
         self._buckets: list[Bucket] = []  # of the step that is being made

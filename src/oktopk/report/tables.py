@@ -252,6 +252,7 @@ def _cards(run: Run) -> list[Card]:
              none_sparse or f"sparsity {summary['sparsity'] or 0:.4g}, sparse steps"),
         Card("dense step", per_step["dense"], "seconds", "median, on rank 0"),
         Card("sparse step", per_step["sparse"], "seconds", none_sparse or "median, on rank 0"),
+        Card("sparse step, predicted", middle(run.column("predicted_seconds")), "seconds", "from the dense steps"),
     ]  # fmt: skip
 
 

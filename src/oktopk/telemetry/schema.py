@@ -138,6 +138,9 @@ class StepRecord:
         "Time that backward waited for the exchange after its own work; None for a `Reducer`.", default=None)
     step_seconds: float | None = figure("seconds",
         "Time from the end of the last step's backward to the end of this one's; None in the first.", default=None)
+    predicted_seconds: float | None = figure("seconds",
+        "`step_seconds` of a sparse step as the dense ones before predict it; None on the GPU device path.",
+        default=None)
     buckets: tuple[StepRecord, ...] = ()
 
     def to_json(self) -> str:
