@@ -138,6 +138,9 @@ class StepRecord:
         "Time that backward waited for the exchange after its own work; None for a `Reducer`.", default=None)
     step_seconds: float | None = figure("seconds",
         "Time from the end of the last step's backward to the end of this one's; None in the first.", default=None)
+    lost_mass: float | None = figure("number",
+        "Largest norm that the mean can lack for members that left since the last step; None if none did.",
+        "membership/lost_mass", "lost mass", default=None)
     buckets: tuple[StepRecord, ...] = ()
 
     def to_json(self) -> str:
