@@ -70,11 +70,11 @@ class Members:
         self.wants_flush = False  # whether any member asked for a dense step
         self._settings, self._has_residual, self._patience_s = settings, has_residual, patience_s
         self._make_comm = make_comm or group_of
-        self._uid = uuid.uuid4().hex[:12]
+        self.uid = uuid.uuid4().hex[:12]
         self._quorum_id: int | None = None  # of the quorum that met last, while it is sound
-        self._key = ""  # of that quorum
+        self.key = ""  # of that quorum
         self._comm: MeteredComm | None = None
-        self._uids: list[str] = []
+        self.uids: list[str] = []
         self._norms: dict[str, float] = {}  # of the members' residuals, as they last told
 
     @property
@@ -119,8 +119,8 @@ class Members:
         if not is_committed or told is None:
             self._quorum_id = None
             return False
-        self.history = _digest(self.history, self._key)
-        self._norms |= {uid: norm for uid, (norm, _) in zip(self._uids, told, strict=True) if math.isfinite(norm)}
+        self.history = _digest(self.history, self.key)
+        self._norms |= {uid: norm for uid, (norm, _) in zip(self.uids, told, strict=True) if math.isfinite(norm)}
         self.wants_flush = any(flush for _, flush in told)
         return True
 
@@ -165,16 +165,16 @@ class Members:
         if self.manager.errored() is not None and getattr(self.manager._pg, "_pg", self) is None:
             raise PeerError(f"the group of the quorum could not be made: {self.manager.errored()}")
         self._comm = comm = MeteredComm(self._make_comm(self.manager))
-        mine = {"uid": self._uid, "step": self.step, "history": self.history, "healed": self.is_healed,
+        mine = {"uid": self.uid, "step": self.step, "history": self.history, "healed": self.is_healed,
                 "ready": self.manager.errored() is None, "residual": self._has_residual(),
                 "flush": self.wants_flush, "settings": dict(self._settings())}  # fmt: skip
         told = gather_settings(mine, comm, torch.device("cpu"))
         if not self._is_sound(told, comm.rank):
             return None
         lost = self._lost_mass(told)
-        self._uids, self._quorum_id = [each["uid"] for each in told], self.manager._quorum_id
+        self.uids, self._quorum_id = [each["uid"] for each in told], self.manager._quorum_id
         self.wants_flush = any(each["flush"] for each in told)
-        self._key, self.is_healed = _digest(str(self._quorum_id), *self._uids), False
+        self.key, self.is_healed = _digest(str(self._quorum_id), *self.uids), False
         comm.pop()
         return Meeting(comm, [any(each) for each in zip(*(each["residual"] for each in told), strict=True)], lost)
 
@@ -195,9 +195,9 @@ class Members:
         """Forget the norms of members that left or came back without residual; return what the means may lack."""
         stayed = {each["uid"] for each in told if not each["healed"]}
         gone = [norm for uid, norm in self._norms.items() if uid not in stayed]
-        factor = len(told) / max(len(self._uids), 1)
+        factor = len(told) / max(len(self.uids), 1)
         self._norms = {uid: norm * factor for uid, norm in self._norms.items() if uid in stayed}
-        return math.fsum(gone) / len(self._uids) if gone else None
+        return math.fsum(gone) / len(self.uids) if gone else None
 
 
 def group_of(manager: Any) -> GroupComm:

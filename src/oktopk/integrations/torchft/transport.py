@@ -20,6 +20,8 @@ from torchft.checkpointing import CheckpointTransport
 
 ASK_AGAIN_S = 0.02
 """Seconds between two requests for a state that its member is still writing."""
+ANSWERS_S = 1.0
+"""Seconds to answer at least, because a busy machine may take as long to run a thread."""
 
 
 class NamedTransport(CheckpointTransport[dict[str, Any]]):
@@ -59,7 +61,7 @@ class NamedTransport(CheckpointTransport[dict[str, Any]]):
         deadline = time.monotonic() + min(timeout.total_seconds(), self._timeout_s)
         while True:
             try:
-                with urlopen(f"{metadata}{step}", timeout=max(deadline - time.monotonic(), ASK_AGAIN_S)) as answer:
+                with urlopen(f"{metadata}{step}", timeout=max(deadline - time.monotonic(), ANSWERS_S)) as answer:
                     state: dict[str, Any] = torch.load(io.BytesIO(answer.read()), weights_only=True)
                     return state
             except HTTPError:
