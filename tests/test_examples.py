@@ -91,3 +91,15 @@ def test_the_sharded_example_runs_on_two_replicas_of_two_shards():
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < 0.9 * losses[0]
     assert "compression was active on 40 of 60 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_members_under_torchft_outlive_a_kill_and_end_with_the_same_bits():
+    pytest.importorskip("torchft", reason="oktopk[torchft] is not installed")
+    done = run(EXAMPLES / "torchft_ddp.py", "--kill")
+    assert done.returncode == 0, done.stderr
+    weights = re.findall(r"weights (\w+)", done.stdout)
+    assert len(weights) == 3
+    assert len(set(weights)) == 1
+    assert re.search(r"step \d+, 2 members", done.stdout)

@@ -13,7 +13,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,10 +43,10 @@ class ChaosSettings:
 
     members: int = 4
     minutes: float = 10.0
-    every_s: float = 15.0
+    every_s: float = 24.0
     faults: tuple[str, ...] = tuple(FAULTS)
-    timeout_s: float = 2.0
-    heartbeat_s: float = 1.0
+    timeout_s: float = 1.5
+    heartbeat_s: float = 0.75
     compute_s: float = 0.1
     density: float = 0.03
     dense_steps: int = 20
@@ -61,7 +61,7 @@ class ChaosSettings:
             raise SettingError(f"--ranks wants 3 members or more, so that a majority is left, not {self.members}")
 
     def of_members(self, steps: int = 0) -> dict[str, Any]:
-        """Return what each member's process gets; with `steps` it ends after as many, and computes nothing beside."""
+        """Return the settings of each member's process; with `steps` it ends after as many, without the sleeps."""
         patience = {"collective_s": self.timeout_s, "heartbeat_s": self.heartbeat_s, "join_s": 0.3,
                     "quorum_s": max(10.0, 4 * self.timeout_s)}  # fmt: skip
         return {
@@ -269,7 +269,7 @@ class _Members:
         return max((each["step"] for each in read_logs(self.folder) if each["event"] == "commit"), default=0)
 
 
-def faults_of(text: str) -> Sequence[str]:
+def faults_of(text: str) -> tuple[str, ...]:
     """Return the names of a list of faults.
 
     >>> faults_of("kill, stop")

@@ -180,10 +180,7 @@ def chaos(
     minutes: Annotated[float, typer.Option(min=0.1, help="Minutes in which faults come.")] = 10.0,
     faults: Annotated[str, typer.Option(help=f"Of {', '.join(FAULTS)}.")] = ",".join(FAULTS),
     ranks: Annotated[int, typer.Option(min=3, help="Members, each a host of its own.")] = 4,
-    every_s: Annotated[float, typer.Option("--every-s", min=1, help="Seconds from one fault to the next.")] = 15.0,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0.5, help="Seconds of a collective.")] = 2.0,
     compute_s: Annotated[float, typer.Option("--compute-s", min=0, help="Seconds of computing a step: a sleep.")] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the faults, the net and its data.")] = 0,
     out: Out = None,
 ) -> None:
     """Kill, freeze and cut off the members of a run, and compare it with one without faults.
@@ -196,10 +193,7 @@ def chaos(
         raise SettingError("the members of this run are torchft's: pip install 'oktopk[torchft]'")
     if out is not None:
         report.check_possible(out)
-    settings = ChaosSettings(
-        members=ranks, minutes=minutes, faults=tuple(faults_of(faults)), every_s=every_s, timeout_s=timeout_s,
-        heartbeat_s=timeout_s / 2, compute_s=compute_s, seed=seed,
-    )  # fmt: skip
+    settings = ChaosSettings(members=ranks, minutes=minutes, faults=faults_of(faults), compute_s=compute_s)
     console = Console(highlight=False, stderr=True)
     result = {"bench": "chaos", **provenance(), "notes": [], **run_chaos(settings, lambda line: console.print(line))}
     if out is not None:
