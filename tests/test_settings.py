@@ -16,7 +16,7 @@ from oktopk.cli import COMMANDS
 from oktopk.cli.root import load
 from oktopk.train.config import Config
 
-MOST = 95
+MOST = 97
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 

@@ -111,6 +111,11 @@ class Member:
         return self.exchange.last
 
     @property
+    def told(self) -> list[list[float]]:
+        """The `figures` of every member in the latest committed step, in rank order."""
+        return self.exchange.members.told
+
+    @property
     def residual(self) -> dict[str, Tensor]:
         """A copy of what this member has not delivered yet, by parameter, flat."""
         return self.exchange.residual()
@@ -126,18 +131,26 @@ class Member:
             optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, *, flush: bool = False) -> bool:
+    def step(
+        self,
+        *,
+        flush: bool = False,
+        figures: Sequence[float] = (),
+        before_update: Callable[[], object] = lambda: None,
+    ) -> bool:
         """Exchange the gradients, and step the optimizers if all members did; return whether they did.
 
         If not, nothing has changed but the gradients: make the same batch again, after `zero_grad()`. With `flush`, on
-        all members alike, the step is dense and leaves no residual, as before a checkpoint.
+        all members alike, the step is dense and leaves no residual, as before a checkpoint. `figures` travel with this
+        member's vote: `told` then has those of all. `before_update` is called when the means are the gradients.
         """
         grads = {name: _flat_grad(parameter) for name, parameter in self._parameters.items()}
-        if not self.exchange.reduce(grads, flush=flush):
+        if not self.exchange.reduce(grads, flush=flush, figures=figures):
             return False
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and parameter.grad.data_ptr() != grads[name].data_ptr():
                 parameter.grad.copy_(grads[name].view_as(parameter.grad))
+        before_update()
         for optimizer in self.optimizers:
             optimizer.step()
         return True

@@ -103,7 +103,7 @@ class Exchange:
         self.sinks.log({"kind": "event", "event": "members", "step": step, "message": message})
 
     @torch.no_grad()
-    def reduce(self, vectors: Mapping[str, Tensor], *, flush: bool = False) -> bool:
+    def reduce(self, vectors: Mapping[str, Tensor], *, flush: bool = False, figures: Sequence[float] = ()) -> bool:
         """Write the means into the flat vectors and return True; or return False, with residuals as they were.
 
         Then the vectors hold nothing of use. With `flush` the step is dense, on all members alike.
@@ -113,7 +113,7 @@ class Exchange:
         is_dense = flush or self.members.wants_flush
         context = self._context = StepContext(step, None if is_dense else self.config.algorithm_at(step))
         self._steps.abandon()
-        self._voted = False
+        self._voted, self._figures = False, tuple(figures)
         try:
             for group in self.groups:
                 tensors = [vectors[name] for name in group.names]
@@ -185,7 +185,7 @@ class Exchange:
         """Vote on the step, which all members made with this error or all with none."""
         self._voted = True
         norm = self._coming_norm(error) if self.members.step % NORM_EVERY == 0 else math.nan
-        if not self.members.vote(Ballot(norm, self.wants_flush)):
+        if not self.members.vote(Ballot(norm, self.wants_flush, self._figures)):
             raise PeerError("the step is not committed: a member of the quorum did not make it")
         self.wants_flush = False
         return error

@@ -35,14 +35,18 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Ballot:
-    """A member's vote on a step that it could make: its residual's norm, NaN if not measured, and a wish."""
+    """A member's vote on a step that it could make: its residual's norm, NaN if not measured, and a wish.
+
+    `figures` are the script's, as many on all members.
+    """
 
     residual_norm: float = math.nan
     wants_flush: bool = False
+    figures: tuple[float, ...] = ()
 
     def words(self) -> torch.Tensor:
         """Return the vote as numbers."""
-        return torch.tensor([self.residual_norm, float(self.wants_flush)], dtype=torch.float64)
+        return torch.tensor([self.residual_norm, float(self.wants_flush), *self.figures], dtype=torch.float64)
 
 
 class Members:
@@ -75,6 +79,7 @@ class Members:
         self.key = ""  # of that quorum
         self._comm: MeteredComm | None = None
         self.uids: list[str] = []
+        self.told: list[list[float]] = []  # the figures of all members' votes
         self._norms: dict[str, float] = {}  # of the members' residuals, as they last told
 
     @property
@@ -120,8 +125,8 @@ class Members:
             self._quorum_id = None
             return False
         self.history = _digest(self.history, self.key)
-        self._norms |= {uid: norm for uid, (norm, _) in zip(self.uids, told, strict=True) if math.isfinite(norm)}
-        self.wants_flush = any(flush for _, flush in told)
+        self._norms |= {uid: norm for uid, (norm, *_) in zip(self.uids, told, strict=True) if math.isfinite(norm)}
+        self.wants_flush, self.told = any(flush for _, flush, *_ in told), [figures for _, _, *figures in told]
         return True
 
     def give_up(self, error: Exception) -> None:

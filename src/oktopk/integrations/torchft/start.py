@@ -5,8 +5,12 @@ torchft's own Manager server listens on all addresses of its host, at a port of 
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +22,7 @@ from torchft.coordination import LighthouseServer
 from oktopk.errors import PeerError, SettingError
 from oktopk.integrations.torchft.transport import NamedTransport
 
+SIOCGIFADDR = 0x8915
 TICK_MS = 20
 """Milliseconds between two looks of the lighthouse, because torchft's 100 would be a good part of a recovery."""
 
@@ -65,11 +70,12 @@ def make_manager(
 ) -> tuple[Any, Callable[[], None]]:
     """Return the Manager of one member, which listens on `address`, and the function that ends it."""
     within = {each: timedelta(seconds=getattr(patience, each)) for each in ("collective_s", "quorum_s")}
+    _check_answers(lighthouse, patience.collective_s)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
     transport = NamedTransport(address, within["quorum_s"])
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    _check_answers(lighthouse, patience.collective_s)
     try:
         manager: Any = Manager(
             pg=ProcessGroupGloo(timeout=within["collective_s"]),
@@ -101,6 +107,32 @@ def split_address(address: str) -> tuple[str, int]:
     if not (colon and host and port.isdecimal() and int(port) < 2**16):
         raise SettingError(f"wanted an address as HOST:PORT, such as 127.0.0.1:29510, not {address!r}")
     return host, int(port)
+
+
+def address_towards(lighthouse: str) -> str:
+    """Return this host's address on the way to the lighthouse, at which the other members reach it, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect(split_address(lighthouse))  # sends nothing
+        return str(asking.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has this address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    raise SettingError(f"no network interface of this host has the address {address}")
+
+
+def answers(lighthouse: str, timeout_s: float = 2.0) -> bool:
+    """Whether something listens at the address of a lighthouse."""
+    with suppress(PeerError):
+        _check_answers(lighthouse, timeout_s)
+        return True
+    return False
 
 
 def _check_answers(lighthouse: str, timeout_s: float) -> None:
