@@ -21,10 +21,10 @@ from oktopk.integrations.torchft import attach
 from oktopk.integrations.torchft.start import Lighthouse, Patience, make_manager
 
 HERE = "127.0.0.1"
-PATIENCE = Patience(collective_s=5.0, heartbeat_s=2.0, join_s=0.5, quorum_s=30.0)
+PATIENCE = Patience(collective_s=5.0, heartbeat_s=2.0, quorum_s=30.0)
 
 
-def train(lighthouse: str, number: int, steps: int, dies_at: int) -> None:
+def train(lighthouse: str, number: int, steps: int, members: int, dies_at: int) -> None:
     logging.disable(logging.WARNING)  # torchft says much
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def train(lighthouse: str, number: int, steps: int, dies_at: int) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     member = attach(net, optimizer, OkTopk(), manager=manager, dense_steps=20)
     size = 0
-    while member.step_number < steps:
+    while member.step_number < steps or member.size < members:  # alike on all: they have the same step and size
         member.zero_grad()  # joins a quorum; a member that is behind gets weights, optimizer and step from another
         samples = torch.Generator().manual_seed(1000 * member.step_number + member.rank)
         x = torch.randn(64, 64, generator=samples)
@@ -58,7 +58,7 @@ def train(lighthouse: str, number: int, steps: int, dies_at: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--members", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--kill", action="store_true", help="kill the second member amid the run, and start it again")
     args = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")
@@ -66,7 +66,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
 
     def start(number: int, dies_at: int = -1) -> multiprocessing.process.BaseProcess:
-        process = context.Process(target=train, args=(lighthouse.url, number, args.steps, dies_at), daemon=True)
+        process = context.Process(
+            target=train, args=(lighthouse.url, number, args.steps, args.members, dies_at), daemon=True
+        )
         process.start()
         return process
 

@@ -18,7 +18,7 @@ from oktopk.integrations.torchft import LocalSteps, NamedTransport, attach
 from oktopk.integrations.torchft.start import Lighthouse, Patience, make_manager, split_address
 
 HERE = "127.0.0.1"
-PATIENCE = Patience(collective_s=10.0, heartbeat_s=2.0, join_s=0.3, quorum_s=20.0)
+PATIENCE = Patience(collective_s=10.0, heartbeat_s=2.0, join_s=5.0, quorum_s=20.0)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

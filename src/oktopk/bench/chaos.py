@@ -34,6 +34,8 @@ BELOW, BEYOND = 0.4, 3.0
 """How long a member is frozen or cut off, in timeouts."""
 TWICE = 0.15
 """Part of the faults that hit two members at once."""
+JOIN_S = 10.0
+"""Seconds that a quorum waits for members that are alive: longer than a step, see `Patience`."""
 LOOK_S = 0.05
 
 
@@ -62,8 +64,8 @@ class ChaosSettings:
 
     def of_members(self, steps: int = 0) -> dict[str, Any]:
         """Return the settings of each member's process; with `steps` it ends after as many, without the sleeps."""
-        patience = {"collective_s": self.timeout_s, "heartbeat_s": self.heartbeat_s, "join_s": 0.3,
-                    "quorum_s": max(10.0, 4 * self.timeout_s)}  # fmt: skip
+        patience = {"collective_s": self.timeout_s, "heartbeat_s": self.heartbeat_s, "join_s": JOIN_S,
+                    "quorum_s": max(2 * JOIN_S, 4 * self.timeout_s)}  # fmt: skip
         return {
             "patience": patience, "min_members": 1, "seed": self.seed, "density": self.density, "steps": steps,
             "dense_steps": self.dense_steps, "hang_s": self.hang_s, "compute_s": 0.0 if steps else self.compute_s,

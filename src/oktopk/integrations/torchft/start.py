@@ -33,13 +33,15 @@ class Patience:
 
     collective_s    in a collective: a member that is frozen or cut off costs the others this time, once
     heartbeat_s     without a sign of life at the lighthouse, which then forms a quorum without it
-    join_s          that a quorum waits for members that are alive and not there yet
+    join_s          that a quorum waits for members that are alive and not there yet, from when the first has come. It
+                    must be longer than a step. Else those whom one quorum left out are early at the next, which then
+                    leaves out others, and so on
     quorum_s        that a member waits for a quorum
     """
 
     collective_s: float = 10.0
     heartbeat_s: float = 5.0
-    join_s: float = 0.5
+    join_s: float = 60.0
     quorum_s: float = 60.0
 
 
