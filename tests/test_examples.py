@@ -12,12 +12,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 55
 
 
-def run(*command, cwd=None):
+def run(*command, cwd=None, seconds=SECONDS):
     """Run Python with the examples importable; nothing here may take longer than a test may."""
     path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 @pytest.mark.slow
@@ -91,3 +91,15 @@ def test_the_sharded_example_runs_on_two_replicas_of_two_shards():
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < 0.9 * losses[0]
     assert "compression was active on 40 of 60 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_members_under_torchft_outlive_a_kill_and_end_with_the_same_bits():
+    pytest.importorskip("torchft", reason="oktopk[torchft] is not installed")
+    done = run(EXAMPLES / "torchft_ddp.py", "--kill", seconds=180)
+    assert done.returncode == 0, done.stderr
+    weights = re.findall(r"weights (\w+)", done.stdout)
+    assert len(weights) == 3
+    assert len(set(weights)) == 1
+    assert re.search(r"step \d+, 2 members", done.stdout)

@@ -31,8 +31,8 @@ def keywords_of(function: Any) -> set[str]:
 
 MOST = 75
 LATER = {
-    "oktopk train": {"optimizer", "precision", "local_steps", "outer"},  # of a GPT, and of local steps
-    "oktopk bench": {"compute_s", "every", "shard"},  # of local and of sharded steps
+    "oktopk train": {"optimizer", "precision", "local_steps", "outer", "elastic", "lighthouse"},
+    "oktopk bench": {"compute_s", "every", "shard", "minutes", "faults"},  # of local and sharded steps, of members
     "attach": {"mesh", "optimizer", "sparse_momentum"},  # FSDP, and the momentum of sparse steps
     "LocalSteps": keywords_of(oktopk.LocalSteps),
     "oktopk plan": set(options_of(load("plan"))),

@@ -1,7 +1,8 @@
 """`oktopk bench`: the cost of each method of exchange, on networks of any speed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from oktopk.bench import report
 from oktopk.bench.candidates import BOUND, time_exchange, time_step
+from oktopk.bench.chaos import FAULTS, ChaosSettings, faults_of, run_chaos
+from oktopk.bench.chaos_figures import tables_of, write_page
 from oktopk.bench.local import METHODS as LOCAL_METHODS
 from oktopk.bench.local import Work, measure_local
 from oktopk.bench.machine import provenance
@@ -172,6 +175,34 @@ def local(
     _show(result, out)
 
 
+@exit_on_error()
+def chaos(
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes in which faults come.")] = 10.0,
+    faults: Annotated[str, typer.Option(help=f"Of {', '.join(FAULTS)}.")] = ",".join(FAULTS),
+    ranks: Annotated[int, typer.Option(min=3, help="Members, each a host of its own.")] = 4,
+    compute_s: Annotated[float, typer.Option("--compute-s", min=0, help="Seconds of computing a step: a sleep.")] = 0.1,
+    out: Out = None,
+) -> None:
+    """Kill, freeze and cut off the members of a run, and compare it with one without faults.
+
+    The members are torchft's: pip install 'oktopk[torchft]'. Then as many steps are made without faults.
+
+    sudo oktopk bench chaos --minutes 30 --ranks 8 --faults kill,stop,partition --out results
+    """
+    if find_spec("torchft") is None:
+        raise SettingError("the members of this run are torchft's: pip install 'oktopk[torchft]'")
+    if out is not None:
+        report.check_possible(out)
+    settings = ChaosSettings(members=ranks, minutes=minutes, faults=faults_of(faults), compute_s=compute_s)
+    console = Console(highlight=False, stderr=True)
+    result = {"bench": "chaos", **provenance(), "notes": [], **run_chaos(settings, lambda line: console.print(line))}
+    if out is not None:
+        write_page(result, out)
+    _print_tables(tables_of(result))
+    if out is not None:
+        console.print(f"wrote {escape(str(out / report.PAGE))}")
+
+
 def _network(ranks: str, mbit: str, delay_ms: float, shard: int = 1) -> Network:
     sizes = [int(size) for size in _numbers("ranks", ranks, 2)]
     return make_settings(sizes, _numbers("mbit", mbit, 0) if mbit else None, delay_ms, shard)
@@ -210,14 +241,20 @@ def _show(result: dict[str, Any], out: Path | None) -> None:
     console = console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
     for note in result["notes"]:
         console.print(f"[bold yellow]note[/] {escape(note)}")
-    for table in report.tables_of(result):
+    _print_tables(report.tables_of(result))
+    for verdict in result.get("pays", ()):
+        console.print(escape(verdict["sentence"]))
+    if out is not None:
+        console.print(f"wrote {escape(str(out / (report.PAGE if 'pays' in result else report.JSON)))}")
+
+
+def _print_tables(tables: Sequence[dict[str, Any]]) -> None:
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    for table in tables:
         shown = Table(title=table["title"], title_justify="left")
         for i, column in enumerate(table["columns"]):
             shown.add_column(column, justify="right" if i else "left", no_wrap=not i, overflow="fold")
         for cells in table["rows"]:
             shown.add_row(*cells)
         console.print(shown, *map(escape, table["lines"]), sep="\n")
-    for verdict in result.get("pays", ()):
-        console.print(escape(verdict["sentence"]))
-    if out is not None:
-        console.print(f"wrote {escape(str(out / (report.PAGE if 'pays' in result else report.JSON)))}")

@@ -110,6 +110,10 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         self._cleaning.close()
 
+    def plug(self, number: int, *, into: bool) -> None:
+        """Plug a host's link into the bridge, or out of it: then nobody reaches the host."""
+        _run(f"ip -n {self.switch} link set p{number} {'up' if into else 'down'}")
+
     def check(self) -> None:
         """Raise a `LabError` if the switch has ended."""
         if self._switch_process and self._switch_process.poll() is not None:

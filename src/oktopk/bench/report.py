@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -50,8 +50,6 @@ def write_json(result: dict[str, Any], folder: Path) -> None:
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
     """Write everything into the folder."""
-    from jinja2 import Environment, PackageLoader
-
     write_json(result, folder)
     rows = [_csv_row(setting, row, result) for setting in result["settings"] for row in setting["rows"]]
     with (folder / CSV).open("w", newline="") as file:
@@ -59,8 +57,22 @@ def write_report(result: dict[str, Any], folder: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     svgs = [(plot.title, draw(plot, folder)) for plot in plots_of(result["settings"])]
+    what = "One exchange" if result["bench"] == "exchange" else f"A DDP step of {result['model']}"
+    write_html(result, folder, tables_of(result), svgs, f"{what}, by method")
+
+
+def write_html(
+    result: dict[str, Any],
+    folder: Path,
+    tables: Sequence[dict[str, Any]],
+    svgs: Sequence[tuple[str, str]],
+    heading: str,
+) -> None:
+    """Write the page of these tables and drawings, each with its title."""
+    from jinja2 import Environment, PackageLoader
+
     page = Environment(loader=PackageLoader("oktopk.bench", "."), autoescape=True, trim_blocks=True)
-    made = page.get_template("page.html").render(result=result, tables=tables_of(result), svgs=svgs, css=_css())
+    made = page.get_template("page.html").render(result=result, tables=tables, svgs=svgs, css=_css(), heading=heading)
     (folder / PAGE).write_text(made)
 
 
@@ -198,20 +210,29 @@ def _bars(setting: dict[str, Any]) -> Plot:
 
 
 def draw(plot: Plot, folder: Path) -> str:
-    """Write NAME.png and NAME.svg, and return the svg element in the colours of the page, dark or light."""
+    """Save a plot, see `save`."""
+    paint = _draw_curves if plot.places else _draw_bars
+    return save(plot.name, folder, lambda axes, palette: paint(axes, plot, palette))
+
+
+def save(name: str, folder: Path, paint: Callable[[Any, dict[str, str]], None]) -> str:
+    """Write NAME.png and NAME.svg, and return the svg element in the colours of the page, dark or light.
+
+    `paint` gets the axes, and the colours by name.
+    """
     import matplotlib.figure
 
     palette = _palette()
-    style: dict[Any, Any] = dict.fromkeys(INKED, palette["ink"]) | {"svg.fonttype": "none", "svg.hashsalt": plot.name}
-    svg = folder / f"{plot.name}.svg"
+    style: dict[Any, Any] = dict.fromkeys(INKED, palette["ink"]) | {"svg.fonttype": "none", "svg.hashsalt": name}
+    svg = folder / f"{name}.svg"
     with matplotlib.rc_context(style):
         figure = matplotlib.figure.Figure(figsize=SIZE_INCHES, layout="constrained")
-        (_draw_curves if plot.places else _draw_bars)(figure.subplots(), plot, palette)
-        figure.savefig(folder / f"{plot.name}.png", dpi=DPI)
+        paint(figure.subplots(), palette)
+        figure.savefig(folder / f"{name}.png", dpi=DPI)
         figure.savefig(svg, metadata={"Date": None}, transparent=True)
     text = svg.read_text()
-    for name in ("ink", "soft", *CURVES):
-        text = text.replace(palette[name], f"var(--{name})")
+    for colour in ("ink", "soft", *CURVES):
+        text = text.replace(palette[colour], f"var(--{colour})")
     return text[text.index("<svg") :]
 
 

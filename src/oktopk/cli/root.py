@@ -26,7 +26,7 @@ def load(name: str) -> Any:
     if name == "bench":
         from oktopk.bench import cli as bench
 
-        return command(bench.exchange, bench.step, bench.local, bench.probe, about=bench.ABOUT)
+        return command(bench.exchange, bench.step, bench.local, bench.chaos, bench.probe, about=bench.ABOUT)
     if name == "plan":
         from oktopk.plan.cli import plan
 

@@ -29,12 +29,20 @@ def gather_settings(mine: Mapping[str, Any], comm: Comm, device: torch.device) -
 
 def check_same(every: Sequence[Mapping[str, Any]]) -> None:
     """Raise a `MismatchError` that names the first setting in which a rank differs from rank 0, and both values."""
-    for name, first in every[0].items():
+    for name in every[0]:
         for rank, settings in enumerate(every):
-            if settings[name] != first:
-                ours, theirs = _difference(first, settings[name])
-                said = f"rank 0 has {ours}, rank {rank} has {theirs}"
+            found = first_difference({name: every[0][name]}, {name: settings[name]})
+            if found is not None:
+                said = f"rank 0 has {found[1]}, rank {rank} has {found[2]}"
                 raise MismatchError(f"the ranks disagree on {name}: {said}. Give every rank the same")
+
+
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the name of the first setting that differs, and both values; None if all are the same."""
+    for name, value in first.items():
+        if name not in other or other[name] != value:
+            return (name, *_difference(value, other.get(name)))
+    return None
 
 
 def _difference(first: Any, other: Any) -> tuple[Any, Any]:

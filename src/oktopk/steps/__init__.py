@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from oktopk.cuda import step as cuda_step
 from oktopk.errors import NonFiniteError
 from oktopk.steps.device import READBACK_DELAY, DeviceSteps
 from oktopk.steps.group import ParamGroup, ParamSlot, StepContext, make_groups, slot_of
-from oktopk.steps.host import HostSteps
+from oktopk.steps.host import HostSteps, agree_with_shards
 from oktopk.steps.made import MadeStep, StepLog
 
 __all__ = ["READBACK_DELAY", "MadeStep", "ParamGroup", "ParamSlot", "StepContext", "StepLog", "Steps"]
@@ -32,7 +33,8 @@ class Steps:
 
     def __init__(self, groups: Sequence[ParamGroup], comm: MeteredComm, shards: Comm | None = None) -> None:
         self._groups, self._shards = groups, shards
-        self._host, self._device = HostSteps(comm, shards), DeviceSteps(comm)
+        agree = None if shards is None else partial(agree_with_shards, shards=shards)
+        self._host, self._device = HostSteps(comm, agree), DeviceSteps(comm)
         self._current: HostSteps | DeviceSteps = self._host
         self.context = StepContext(0, None)
 

@@ -168,6 +168,19 @@ class ParamGroup:
         if self.state is None or kind != self._state_kind:
             self.state, self._state_kind = algorithm.init_state(self.num_sparse, comm, self.segments), kind
 
+    @property
+    def has_residual(self) -> bool:
+        """Whether any rank's residual may be nonzero; the same on all ranks."""
+        return self._has_residual
+
+    def change_members_(self, factor: float, has_residual: bool) -> None:
+        """Go on among other ranks, with `factor` times this rank's residual; the algorithm starts anew.
+
+        `has_residual` is whether any of these ranks brings a residual.
+        """
+        self.residual.held.mul_(factor)
+        self.state, self.waits, self._has_residual = None, WaitSample(self.numel), has_residual
+
     def commit_(self, context: StepContext, has_unused: bool = False) -> None:
         """Make this step's residual the current one."""
         self.residual.commit_()

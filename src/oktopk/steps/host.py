@@ -19,6 +19,8 @@ from oktopk.sparse import Sparse
 from oktopk.steps.group import ParamGroup, StepContext
 from oktopk.steps.made import NOTHING, MadeStep, Part
 
+Agree = Callable[[NonFiniteError | None], NonFiniteError | None]
+
 
 @dataclass
 class _Started:
@@ -35,12 +37,15 @@ class _Started:
 
 
 class HostSteps:
-    """The steps of groups, started one by one and finished together: committed all or none."""
+    """The steps of groups, started one by one and finished together: committed all or none.
+
+    `agree` has the last word before a commit: it gets the error of the step here, and returns the one that counts.
+    """
 
     delay = 0
 
-    def __init__(self, comm: MeteredComm, shards: Comm | None = None) -> None:
-        self._comm, self._shards = comm, shards
+    def __init__(self, comm: MeteredComm, agree: Agree | None = None) -> None:
+        self._comm, self._agree = comm, agree
         self._started: list[_Started] = []
         self._error: NonFiniteError | None = None
 
@@ -65,8 +70,8 @@ class HostSteps:
             if not started.commits:
                 self._end(started)
         error = error or self._error
-        if self._shards is not None:
-            error = _agree_with_shards(error, self._shards)
+        if self._agree is not None:
+            error = self._agree(error)
         for started in self._started:
             if error is not None:
                 started.group.waits.steps = started.waits
@@ -96,7 +101,7 @@ class HostSteps:
         started.traffic.add_(self._comm.pop())
 
 
-def _agree_with_shards(error: NonFiniteError | None, shards: Comm) -> NonFiniteError | None:
+def agree_with_shards(error: NonFiniteError | None, shards: Comm) -> NonFiniteError | None:
     """Return an error on the ranks of all shards if those of one have it: that of the first such shard."""
     here = torch.tensor([int(error is not None)])  # on the host, also for gradients on a GPU, as the group is gloo's
     if not int(shards.all_reduce(here)):

@@ -141,6 +141,9 @@ class StepRecord:
     predicted_seconds: float | None = figure("seconds",
         "`step_seconds` of a sparse step as the dense ones before predict it; None on the GPU device path.",
         default=None)
+    lost_mass: float | None = figure("number",
+        "Largest norm that the mean can lack for members that left since the last step; None if none did.",
+        "membership/lost_mass", "lost mass", default=None)
     buckets: tuple[StepRecord, ...] = ()
 
     def to_json(self) -> str:

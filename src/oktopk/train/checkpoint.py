@@ -44,6 +44,24 @@ def save(run: RunDir, step: int, shared: State, own: State, best: bool) -> Path:
     return folder
 
 
+def save_shared(run: RunDir, step: int, shared: State, size: int) -> Path:
+    """Write a checkpoint that has no state of a rank's own, on one rank alone."""
+    folder = run.checkpoints / f"step-{step:08d}"
+    unfinished = folder.with_name(f".{folder.name}")
+    _make(unfinished)
+    _write({unfinished / SHARED: {"version": VERSION, "size": size, **shared}})
+    _finish(run, unfinished, folder, best=False)
+    return folder
+
+
+def load_shared(folder: Path) -> State:
+    """Return the state that all ranks share."""
+    shared = _load(folder / SHARED)
+    if shared.get("version") != VERSION:
+        raise StateError(f"{folder} is a checkpoint of version {shared.get('version')}, this is {VERSION}")
+    return shared
+
+
 def _make(unfinished: Path) -> None:
     for left in unfinished.parent.glob(".step-*"):  # by a run that was killed while it wrote
         shutil.rmtree(left)
@@ -101,9 +119,9 @@ def load(
     At another number each rank gets the mean of what the ranks owe to all, so that the pending update is conserved.
     `owed_by` finds that in a rank's state. The rank also gets rank 0's state, for the part that all ranks share.
     """
-    shared = _load(folder / SHARED)
-    if shared.get("version") != VERSION:
-        raise StateError(f"{folder} is a checkpoint of version {shared.get('version')}, this is {VERSION}")
+    shared = load_shared(folder)
+    if "elastic" in shared:
+        raise StateError(f"{folder} is a checkpoint of a run with --elastic: go on with it with --elastic MIN:MAX")
     if shared["size"] == size:
         return shared, _load(folder / f"rank{rank}.pt")
     states = [_load(folder / f"rank{old}.pt")["oktopk"] for old in range(shared["size"])]

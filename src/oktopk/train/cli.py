@@ -1,6 +1,7 @@
 """`oktopk train`: the command."""
 
 import os
+import signal
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime
@@ -16,17 +17,19 @@ from typer.core import TyperCommand
 from oktopk.cli.errors import exit_on_error
 from oktopk.errors import OktopkError, PeerError, SettingError
 from oktopk.telemetry.format import count
-from oktopk.train import checkpoint
+from oktopk.train import checkpoint, supervisor
 from oktopk.train.config import BOOLEANS, Config, make_config, parse_pairs
-from oktopk.train.console import Console
+from oktopk.train.console import Console, end_table
 from oktopk.train.data import loader, synth
-from oktopk.train.dist import Place, find_place
+from oktopk.train.dist import Place, end_with_starter, find_place
 from oktopk.train.divergence import DivergedError
+from oktopk.train.elastic import Bounds, be_member
 from oktopk.train.models.gpt import SIZES
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
-from oktopk.train.rundir import RunDir, check_creatable
-from oktopk.train.worker import Job, pick_device, start_workers, threads_of, work
+from oktopk.train.rundir import RunDir, RunLogger, check_creatable
+from oktopk.train.supervisor import bounds_of
+from oktopk.train.worker import Job, StoppedError, begin, pick_device, start_workers, threads_of, work
 from oktopk.train.workloads import workload_of
 
 RENAMED = {"--nworkers": "--nproc", "--lstm-lr": "--lr"}
@@ -114,6 +117,12 @@ def train(
     set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Any setting of --settings.")] = [],  # noqa: B006
     nproc: Annotated[int | None, typer.Option(min=1, help="Workers to start here; not under another launcher.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all workers after one has died.")] = 0,
+    elastic: Annotated[
+        str | None, typer.Option(metavar="MIN:MAX", help="Members may come and go within these numbers (torchft).")
+    ] = None,
+    lighthouse: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where members meet: join it, or start it on this host.")
+    ] = None,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     name: Annotated[str | None, typer.Option(help="Name of the run: its folder is RUNS/NAME.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with, or of a checkpoint.")] = None,
@@ -138,6 +147,11 @@ def train(
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
         given |= parse_pairs(set_)
         job, workers = _resumed(resume, given) if resume else _fresh(given, runs, name)
+        if elastic is not None:
+            _start_elastic(job, bounds_of(elastic), lighthouse, nproc or workers, max_restarts, dry_run)
+            return
+        if lighthouse is not None:
+            raise SettingError("--lighthouse is where the members of an elastic run meet: give --elastic MIN:MAX, too")
         place = _place(nproc)
         if dry_run:
             _dry_run(job, place.size if place else nproc or workers)
@@ -157,9 +171,18 @@ def _place(nproc: int | None) -> Place | None:
     return place
 
 
-def worker(run: Path, resume: Annotated[Path | None, typer.Option()] = None) -> None:
+def worker(
+    run: Path,
+    resume: Annotated[Path | None, typer.Option()] = None,
+    elastic: Annotated[str | None, typer.Option()] = None,
+    lighthouse: Annotated[str | None, typer.Option()] = None,
+) -> None:
     """Run one of the workers that `train` started."""
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
+        if elastic is not None and lighthouse is not None:
+            end_with_starter()
+            be_member(RunDir.open(run), lighthouse, bounds_of(elastic))
+            return
         place = find_place(os.environ)
         assert place is not None
         work(Job(RunDir.open(run).load_config(), run, is_new=False, resume=resume), place)
@@ -209,6 +232,38 @@ def _start(job: Job, workers: int, max_restarts: int) -> None:
     run = job.folder()
     command = ["-m", "oktopk", "worker", str(run.path), *(["--resume", str(job.resume)] if job.resume else [])]
     start_workers(command, workers, run.path, max_restarts, threads_of(job.config, workers))
+
+
+def _start_elastic(
+    job: Job, bounds: Bounds, lighthouse: str | None, workers: int, max_restarts: int, dry_run: bool
+) -> None:
+    """Run members of an elastic run on this machine."""
+    supervisor.check_possible(bounds, workers)
+    if dry_run:
+        return _dry_run(job, workers)
+    workload = workload_of(job.config)
+    workload.prepare(job.config)
+    data = workload(job.config)
+    data.batches(1)
+    run, threads = job.folder(), threads_of(job.config, workers)
+    plan = make_plan(job.config, workers, data.num_train, data.num_val, workload.data_dir_of(job.config), "cpu")
+    run_logger, console = RunLogger(run, 0), Console(0, job.config.max_epochs)
+    if job.resume is None:
+        begin(plan, run_logger, console)
+    else:
+        saved = checkpoint.load_shared(job.resume)
+        run_logger.go_on_from(saved["elastic"]["manager"]["step"], saved["trainer"]["progress"]["epoch"])
+    run_logger.close()
+    try:
+        supervisor.run_members(run.path, bounds, lighthouse, workers, max_restarts, threads, console.say)
+    except KeyboardInterrupt:
+        goes_on = f"oktopk train --resume {run.path} --elastic {bounds.least}:{bounds.most} goes on"
+        can_resume = checkpoint.find_last(run) is not None
+        raise StoppedError(signal.SIGINT, goes_on if can_resume else "there is no checkpoint yet") from None
+    summary = run_logger.finish()
+    console.out.print(end_table(summary, workers, is_dense=job.config.is_dense))
+    console.say(f"everything is in {run.path}\nnext: oktopk report {run.path}")
+    return None
 
 
 def _dry_run(job: Job, workers: int) -> None:

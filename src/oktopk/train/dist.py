@@ -73,8 +73,7 @@ class Place:
                 os.environ.setdefault(name, LOOPBACK)
         if self.launcher == "mpirun (Open MPI)":  # which shows its workers a terminal even where it writes to a file
             os.environ.setdefault("TTY_COMPATIBLE", "0")
-        if STARTER in os.environ:
-            threading.Thread(target=_end_with, args=(int(os.environ[STARTER]),), daemon=True).start()
+        end_with_starter()
         timeout = timedelta(seconds=timeout_s)
         store = self._store(timeout)
         gpus = self._tell(store, _gpu(device), timeout_s)
@@ -146,6 +145,12 @@ class Place:
                     f"{self.launcher} has started it at all"
                 ) from error
         return told
+
+
+def end_with_starter() -> None:
+    """End this process when the one that started it is gone, if `oktopk train` did."""
+    if STARTER in os.environ:
+        threading.Thread(target=_end_with, args=(int(os.environ[STARTER]),), daemon=True).start()
 
 
 def _end_with(starter: int) -> None:

@@ -132,7 +132,7 @@ def _train(job: Job, place: Place, data: Workload, plan: Plan, run: RunDir) -> d
             restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
             folder = checkpoint.find_last(run) if restarted else job.resume
             if folder is None:
-                _begin(plan, run_logger, console)
+                begin(plan, run_logger, console)
             else:
                 trainer.resume(folder)
                 console.say(f"going on from {folder}, step {trainer.progress.step} of {plan.steps}")
@@ -153,7 +153,7 @@ def _train(job: Job, place: Place, data: Workload, plan: Plan, run: RunDir) -> d
     return summary
 
 
-def _begin(plan: Plan, run_logger: RunLogger, console: Console) -> None:
+def begin(plan: Plan, run_logger: RunLogger, console: Console) -> None:
     """Show the plan, and start the records."""
     console.out.print(plan.table())
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")

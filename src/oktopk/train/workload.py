@@ -39,6 +39,14 @@ class AnyBatches(Protocol):
         """Return the batches of an epoch from `start_step` on."""
         ...
 
+    def order(self, epoch: int) -> Sequence[int]:
+        """Return all samples of an epoch, each once, in an order that does not depend on the ranks."""
+        ...
+
+    def batch(self, epoch: int, samples: Sequence[int]) -> Any:
+        """Return these samples of an epoch as a batch."""
+        ...
+
 
 class Workload(ABC):
     """The data of the settings, as `load` finds it.

@@ -117,7 +117,7 @@ class Batches:
         a worker (0.144 s a step with it, 0.140 without; two workers, two cores).
         """
         within("start_step", start_step, 0, len(self))
-        return (self._batch(epoch, indices) for indices in self.plan(epoch)[start_step:])
+        return (self.batch(epoch, indices) for indices in self.plan(epoch)[start_step:])
 
     def _neighbourhoods(self, epoch: int) -> Tensor:
         """Return [steps, batch_size * world_size]: utterances of similar length, the steps in random order."""
@@ -130,7 +130,16 @@ class Batches:
         within_step = torch.rand(steps, size, generator=generator, dtype=torch.float64).argsort(stable=True)
         return by_length.gather(1, within_step)[torch.randperm(steps, generator=generator)]
 
-    def _batch(self, epoch: int, indices: list[int]) -> Batch:
+    def order(self, epoch: int) -> list[int]:
+        """Return every utterance once: neighbours in length together, in batches whose order is random."""
+        generator = seeded(_ORDER, self.seed, epoch)
+        blur = 1 + _JITTER * (2 * torch.rand(len(self.utterances), generator=generator, dtype=torch.float64) - 1)
+        batches = torch.split((self._durations * blur).argsort(stable=True), self.batch_size)
+        shuffled = torch.randperm(len(batches), generator=generator).tolist()
+        return [index for number in shuffled for index in batches[number].tolist()]
+
+    def batch(self, epoch: int, indices: Sequence[int]) -> Batch:
+        """Return these utterances as they are in an epoch."""
         spectrograms = [self._spectrogram(epoch, index) for index in indices]
         targets = [encode(self.utterances[index].text) for index in indices]
         frames = torch.tensor([each.shape[1] for each in spectrograms])

@@ -166,8 +166,18 @@ class Windows:
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TextBatch]:
         """Return the batches of an epoch from `start_step` on."""
         within("start_step", start_step, 0, len(self))
-        span = torch.arange(self.context + 1)
-        return (TextBatch(self.content[each[:, None] + span].long()) for each in self.starts(epoch)[start_step:])
+        return (self._at(each) for each in self.starts(epoch)[start_step:])
+
+    def order(self, epoch: int) -> range:  # noqa: ARG002 - the sequence of passes is in random order itself
+        """Return the numbers of an epoch's windows."""
+        return range(self.samples)
+
+    def batch(self, epoch: int, samples: Sequence[int]) -> TextBatch:
+        """Return these windows of an epoch, whose numbers rise."""
+        return self._at(self._starts(epoch * self.samples + torch.tensor([samples]))[0])
+
+    def _at(self, starts: Tensor) -> TextBatch:
+        return TextBatch(self.content[starts[:, None] + torch.arange(self.context + 1)].long())
 
 
 def read_text(folder: Path) -> tuple[Tensor, Tensor]:

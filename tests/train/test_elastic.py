@@ -1,0 +1,115 @@
+"""Runs whose members come and go: the data in exact order whatever the membership, kills, joining, and refusals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oktopk.errors import SettingError, StateError
+from oktopk.telemetry.reader import read_records
+from oktopk.train import checkpoint
+from oktopk.train.config import make_config
+from oktopk.train.data.loader import Batches
+from oktopk.train.data.manifest import Utterance
+from oktopk.train.data.text import Windows
+from oktopk.train.elastic import share_of
+from oktopk.train.rundir import RunDir
+from oktopk.train.supervisor import bounds_of, check_possible
+
+SMALL = ("--batch-size", "2", "--dense-steps", "3", "--set", "utterances=49", "--set", "val_utterances=4")
+SMALL += ("--set", "grammar=commands")
+
+
+@given(
+    total=st.integers(1, 200),
+    each=st.integers(1, 8),
+    memberships=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=20),
+)
+def test_every_sample_of_an_epoch_comes_once_whatever_the_membership(total, each, memberships):
+    seen, cursor, turn = Counter(), 0, 0
+    while cursor < total:
+        size, commits = memberships[turn % len(memberships)]
+        turn += 1
+        shares = [share_of(total - cursor, each, size, rank) for rank in range(size)]
+        assert len({count for count, _ in shares}) == 1
+        assert all(len(mine) <= each for _, mine in shares)
+        if commits or turn > 3 * len(memberships) + total:  # an uncommitted step takes the same samples again
+            seen.update(cursor + i for _, mine in shares for i in mine)
+            cursor += shares[0][0]
+    assert seen == Counter(range(total))
+
+
+def test_an_epochs_order_has_every_sample_once_and_knows_no_ranks(tmp_path):
+    utterances = [Utterance(tmp_path / f"{i}.wav", "a", 1.0 + i % 7) for i in range(23)]
+    orders = [
+        Batches(utterances, batch_size=4, world_size=size, rank=rank, seed=5).order(2)
+        for size, rank in ((1, 0), (2, 1), (3, 0))
+    ]
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(orders[0]) == list(range(23))
+    assert orders[0] != Batches(utterances, batch_size=4, seed=5).order(3)
+    windows = Windows(torch.arange(900) % 251, context=8, samples=30, batch_size=2, seed=1)
+    parts = [windows.batch(1, [*windows.order(1)][at : at + 5]).texts for at in range(0, 30, 5)]
+    assert torch.equal(torch.cat(parts), torch.cat([each.texts for each in windows.epoch(1)]))
+
+
+def test_what_cannot_run_is_refused(tmp_path):
+    for text in ("2", "0:3", "4:2", "a:b"):
+        with pytest.raises(SettingError, match="such as 2:4, not"):
+            bounds_of(text)
+    with pytest.raises(SettingError, match=r"--nproc 5 is more than --elastic 2:4 allows|oktopk\[torchft\]"):
+        check_possible(bounds_of("2:4"), 5)
+    run = RunDir.create(tmp_path, "a", make_config({}))
+    folder = checkpoint.save_shared(run, 3, {"elastic": {}}, 2)
+    with pytest.raises(StateError, match="go on with it with --elastic"):
+        checkpoint.load(folder, 0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_run_outlives_a_kill_takes_the_member_back_and_leaves_no_utterance_out(tmp_path):
+    pytest.importorskip("torchft", reason="oktopk[torchft] is not installed")
+    command = [sys.executable, "-m", "oktopk", "train", "--elastic", "1:3", "--nproc", "2", "--max-restarts", "1"]
+    command += ["--max-epochs", "2", "--runs", str(tmp_path), "--name", "run", *SMALL]
+    metrics, said = tmp_path / "run" / "metrics.jsonl", tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        _wait_for(metrics, lambda steps: any(step["world_size"] == 2 for step in steps), process)
+        os.kill(_worker_of(process.pid), signal.SIGKILL)
+        assert process.wait(150) == 0, said.read_text()
+    finally:
+        process.terminate()
+        process.wait(20)
+    records = list(read_records(metrics))
+    steps = [record for record in records if record["kind"] == "step"]
+    for epoch in range(2):
+        assert sum(step["utterances"] for step in steps if step["epoch"] == epoch) == 49
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    assert {step["world_size"] for step in steps} >= {1, 2}
+    assert "was killed by signal 9, and starts again" in said.read_text()
+
+
+def _wait_for(path, condition, process):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None
+        if path.exists() and condition([each for each in read_records(path) if each["kind"] == "step"]):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{path} did not get there")
+
+
+def _worker_of(parent):
+    """Return a worker that the process started."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(parent), "-f", "oktopk worker"], capture_output=True, text=True, check=True
+    )
+    return int(found.stdout.split()[0])
