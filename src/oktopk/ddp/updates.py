@@ -55,10 +55,12 @@ class Updates:
         self.has_begun = False
         self._engine, self._optimizers = engine, list(optimizers)
         self._jobs: Jobs | None = None
-        self._start: list[Tensor] = []  # of each group, from the first optimizer's step to the exchange
+        self._start: list[Tensor] = []  # of each group
+        self._moved: list[Tensor] = []  # of each group; both stay where they are, for the sake of CUDA graphs
+        self._has_start = False  # from the first optimizer's step to the exchange
         self._stepped: list[Optimizer] = []  # since the last exchange
         self._is_local = False  # the gradients at hand are this rank's own
-        self._arrived: dict[str, Tensor] = {}  # of the backward pass that is under way
+        self._buckets: list[Bucket] = []  # of the backward pass that is under way
         self._moments: list[Moments] = []  # of a checkpoint, until the optimizers step
         self._handles = [
             handle
@@ -95,20 +97,22 @@ class Updates:
         """Look at the gradients of a backward pass, on the worker thread, and let it go on."""
         try:
             if bucket.index == 0:
-                self._arrived = {}
+                self._buckets.clear()
             if bucket.ready is not None:
                 self._engine.follow(bucket.ready, bucket.buffer.device)
-            self._arrived |= bucket.grads
+            self._buckets.append(bucket)
             if bucket.is_last:
-                error = self._checked(self._engine.scaler_of(bucket))
-                bucket.over = record_event(bucket.buffer.device)
+                grads = {name: grad for each in self._buckets for name, grad in each.grads.items()}
+                error, over = self._checked(grads, self._engine.scaler_of(bucket)), record_event(bucket.buffer.device)
+                for each in self._buckets:
+                    each.over = over
                 bucket.done.set_result(error)
         except BaseException as error:  # whatever it is, backward() must hear of it, and the other ranks too
             self._engine.give_up(error, bucket)
 
-    def _checked(self, scaler: Any) -> NonFiniteError | None:
+    def _checked(self, grads: Mapping[str, Tensor], scaler: Any) -> NonFiniteError | None:
         """Clip this rank's gradient; return the error to raise on all ranks if any gradient has a NaN or Inf."""
-        engine, config, grads, names = self._engine, self._engine.config, self._arrived, [*self._engine.parameters]
+        engine, config, names = self._engine, self._engine.config, [*self._engine.parameters]
         engine.go_on()
         engine.refusal = None
         bad = next((i for i, name in enumerate(names) if name in grads and not bool(grads[name].isfinite().all())), -1)
@@ -132,13 +136,17 @@ class Updates:
 
     def _before(self, _: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         closure = next(iter(args[1:]), kwargs.get("closure"))  # it is about to call backward()
-        if not self._start and self.is_update(closure is not None):
-            self._load_moments()
-            self._start = [self._weights(group) for group in self._engine.groups]
+        if self._has_start or not self.is_update(closure is not None):
+            return
+        self._load_moments()
+        if not self._start:
+            self._start, self._moved = self._vectors(), self._vectors()
+        self._read_weights(self._start)
+        self._has_start = True
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_local:
-            self._start.clear()  # a closure made a dense step
+            self._has_start = False  # a closure made a dense step
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
@@ -148,14 +156,14 @@ class Updates:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange the movements, and put all ranks at the same weights; after an error at those they started from."""
-        groups, start = self._engine.groups, self._start
-        self._start, self._is_local, self.has_begun = [], False, True
+        self._has_start, self._is_local, self.has_begun = False, False, True
         self._stepped.clear()
-        means = [torch.sub(before, self._weights(group)) for group, before in zip(groups, start, strict=True)]
-        error = self._reduce_(means)
-        for group, before, mean in zip(groups, start, means, strict=True):
-            parts = before if error is not None else before.sub_(mean)
-            for name, part in self._parts(group, parts):
+        self._read_weights(self._moved)
+        for start, moved in zip(self._start, self._moved, strict=True):
+            torch.sub(start, moved, out=moved)
+        error = self._reduce_(self._moved)
+        for group, start, mean in zip(self._engine.groups, self._start, self._moved, strict=True):
+            for name, part in self._parts(group, start if error is not None else start.sub_(mean)):
                 self._engine.parameters[name].copy_(part)
         if error is not None:
             raise error
@@ -175,9 +183,15 @@ class Updates:
             wait_event(device, bucket.over)
         return error
 
-    def _weights(self, group: ParamGroup) -> Tensor:
-        """Return a copy of a group's weights as one vector."""
-        return torch.cat([self._engine.parameters[name].detach().reshape(-1) for name in group.names])
+    def _vectors(self) -> list[Tensor]:
+        """Return a vector for each group."""
+        groups = self._engine.groups
+        return [torch.empty(group.numel, dtype=group.dtype, device=group.device) for group in groups]
+
+    def _read_weights(self, vectors: Sequence[Tensor]) -> None:
+        """Write the weights of each group into its vector."""
+        for group, vector in zip(self._engine.groups, vectors, strict=True):
+            torch.cat([self._engine.parameters[name].detach().reshape(-1) for name in group.names], out=vector)
 
     def _parts(self, group: ParamGroup, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         parameters = [self._engine.parameters[name] for name in group.names]
@@ -200,7 +214,7 @@ class Updates:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on with the result of `state_dict`; the moments are put into the optimizers when they step."""
         self.has_begun, self._is_local = bool(saved.get("begun", 0)), False
-        self._start.clear()
+        self._has_start = False
         self._stepped.clear()
         moments = saved.get("moments", {})
         self._moments = [moments[number] for number in sorted(moments, key=int)]
