@@ -75,13 +75,13 @@ def time_rank(model: str, batch: int, optimizer: str, methods: Sequence[Method])
     groups = [dist.new_group([rank]) for rank in range(comm.size)]  # which end with the default group
     own = groups[comm.rank]
     step, profile = time_step(loaded, batch, optimizer, own), _bare(model, loaded.net)
-    plain = _ddp_seconds(wrap(share_weights(loaded.net), None, own), loaded, batch)
+    bare_s = median(map(sum, zip(step["forward"], step["backward"], strict=True)))
     hooked = {m.computing: _hooked_seconds(m, loaded, batch, own) for m in methods if m.rank or m == _first(methods)}
     return {
         "step": step,
         "collectives": _collectives(profile, methods, comm),
         "computing": {m.computing: _computing(m, profile, comm) for m in methods if m.computing and not m.two_level},
-        "hooked": {name: [each - median(plain) for each in seconds] for name, seconds in hooked.items()},
+        "hooked": {name: [each - bare_s for each in seconds] for name, seconds in hooked.items()},
         "shares": _shares_cores(comm),
     }
 
@@ -94,7 +94,7 @@ def _first(methods: Sequence[Method]) -> Method | None:
 def time_step(loaded: Model, batch: int, optimizer: str, own: dist.ProcessGroup | None) -> Times:
     """Return the seconds of forward, backward and optimizer of each repeat, and those until each gradient was there.
 
-    The model is under DDP in a group of this rank alone, so that all that DDP does but the exchange is in them.
+    The model is under DDP, in a group of this rank alone and without a sum.
     """
     net = wrap(share_weights(loaded.net), None, own)
     parameters = [each for each in net.parameters() if each.requires_grad]
@@ -113,9 +113,10 @@ def time_step(loaded: Model, batch: int, optimizer: str, own: dist.ProcessGroup 
         net.zero_grad()
         dist.barrier()
         start = time.perf_counter()
-        loss = loaded.loss(net(*inputs), targets)
-        between = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
+        with net.no_sync():
+            loss = loaded.loss(net(*inputs), targets)
+            between = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
         after = time.perf_counter()
         made.step()
         times["optimizer"].append(time.perf_counter() - after)
