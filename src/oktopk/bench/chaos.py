@@ -134,7 +134,7 @@ class _Members:
             # A fork of a server that has imported everything starts in milliseconds.
             self._forks = multiprocessing.get_context("forkserver")
             self._forks.set_forkserver_preload(["oktopk.bench.chaos_member", "oktopk.kernels.numba_cpu"])
-            from oktopk.bench.chaos_member import serve_lighthouse
+            from oktopk.bench.chaos_member import UP, serve_lighthouse
             from oktopk.integrations.torchft.start import Patience
 
             patience = Patience(**self.settings.of_members()["patience"])
@@ -142,7 +142,11 @@ class _Members:
                 target=serve_lighthouse, args=(self._lab.hosts[-1], patience, str(self.folder))
             )
             lighthouse.start()
-            self._lighthouse = lighthouse
+            self._lighthouse, deadline = lighthouse, time.monotonic() + START_S
+            while not (self.folder / UP).exists():
+                if time.monotonic() > deadline or not lighthouse.is_alive():
+                    raise PeerError(f"the lighthouse did not listen within {START_S:g} s")
+                time.sleep(LOOK_S)
             for number in range(count):
                 self._start(number)
         except BaseException:

@@ -26,6 +26,8 @@ BATCH, HELD_OUT = 32, 4096
 LR, MOMENTUM = 0.05, 0.9
 EVAL_EVERY = 50
 PORT = 29510
+UP = "lighthouse.up"
+"""Name of the file that says that the lighthouse listens."""
 
 
 def serve_lighthouse(host: Host, patience: Patience, folder: str) -> None:
@@ -33,6 +35,7 @@ def serve_lighthouse(host: Host, patience: Patience, folder: str) -> None:
     host.enter()
     _write_errors_to(Path(folder) / "lighthouse.err")
     lighthouse = Lighthouse(f"{host.address}:{PORT}", 1, patience)
+    (Path(folder) / UP).touch()
     while lighthouse:
         time.sleep(3600)
 
