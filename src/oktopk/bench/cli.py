@@ -183,7 +183,7 @@ def chaos(
     compute_s: Annotated[float, typer.Option("--compute-s", min=0, help="Seconds of computing a step: a sleep.")] = 0.1,
     out: Out = None,
 ) -> None:
-    """Kill, freeze and cut off the members of a run, and compare it with one without faults.
+    """Kill, freeze and cut off members, beside a run without faults.
 
     The members are torchft's: pip install 'oktopk[torchft]'. Then as many steps are made without faults.
 
