@@ -153,6 +153,18 @@ def test_after_detach_all_ranks_train_alike_with_one_optimizer_state():
 
 
 @on_ranks(2)
+def test_a_rank_that_fails_detaches_without_the_others():
+    script = Script().train(0, 5)
+    if script.attached.rank == 1:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            script.attached.detach()
+    else:
+        check_words(error_of(partial(script.train, 5, 6)), "PeerError")
+
+
+@on_ranks(2)
 def test_accumulation_closures_and_a_gradient_that_nobody_has():
     """no_sync keeps gradients, a closure computes them within step(), and find_unused_parameters leaves some out."""
     script = Script()

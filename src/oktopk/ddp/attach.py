@@ -6,6 +6,7 @@ The futures of all buckets are completed together, once every rank's whole gradi
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -173,9 +174,11 @@ class Attached(Handle):
     def detach(self) -> None:
         """Go back to plain DDP: finish the current step, join the worker, close the sinks. Residuals stay readable.
 
-        Where updates were exchanged, all ranks call it: they get the mean of all optimizers' moments.
+        Where updates were exchanged, all ranks call it: they get the mean of all optimizers' moments. A rank that is
+        about to end by an error calls it alone.
         """
-        if self._updates is not None and self._updates.has_begun and self.active:
+        is_ending = sys.exc_info()[0] is not None  # the others may be in a collective of another kind
+        if self._updates is not None and self._updates.has_begun and self.active and not is_ending:
             self._updates.agree_()
         hook = hook_of(self._model())
         if hook is not None and hook.target is self:
