@@ -45,9 +45,9 @@ class ChaosSettings:
 
     members: int = 4
     minutes: float = 10.0
-    every_s: float = 24.0
+    every_s: float = 27.0
     faults: tuple[str, ...] = tuple(FAULTS)
-    timeout_s: float = 1.5
+    timeout_s: float = 1.2
     heartbeat_s: float = 0.75
     compute_s: float = 0.1
     density: float = 0.03
