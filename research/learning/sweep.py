@@ -1,13 +1,14 @@
 """Many exchanges on one GPU in minutes: a GPT of 25.4 M parameters on four virtual workers, one training a line.
 
-    python -m research.learning.sweep CORPUS LINES OUT [SECONDS]
+    python -m research.learning.sweep CORPUS LINES OUT [SECONDS [NET]]
 
 CORPUS is a file that `--recipe gpt --pack` wrote. A line of LINES has fields of `Line`, such as "scheme=updates b1=0.5
-lrs=2". A result is a line of JSON in OUT. The first steps are dense and are made once for each optimizer and seed.
+lrs=2". A result is a line of JSON in OUT; a line that is there is not trained again. The first steps are dense and are
+made once for each optimizer and seed. NET is a smaller net: gpt-tiny, for a CPU.
 
 All workers' gradients lie in one tensor, forward and backward passes are one CUDA graph, and the exchange is a few
-passes over that tensor. It has no regions, sweeps or turns, and thresholds come from a sample: the rules of
-`research.learning.emulated`. Nothing here is the library's, which `tests/ddp` tests.
+passes over that tensor (`research.learning.schemes`). It has no regions, sweeps or turns, and thresholds come from a
+sample: the rules of `research.learning.emulated`. Nothing here is the library's, which `tests/ddp` tests.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from oktopk.train.models.gpt import Gpt
+from oktopk.train.models.gpt import SIZES, Gpt
 from research.learning.language import Text
+from research.learning.schemes import FLOAT_BITS, Demo, Scheme, scheme_of
 
 WORKERS = 4
-BLOCK = 512
-"""Elements with a scale of their own, where values are quantised."""
-
-SAMPLE = 400_000
+SIZE, BATCH = (8, 512, 8, 512), 16
+SMALL_BATCH = 2
+"""Texts of each worker in a step of a smaller net."""
 WARMUP = 20
 EVALUATE_EVERY = 50
-EVALUATED_BYTES = 1 << 19
+EVALUATED_BYTES, EVALUATED_TEXTS = 1 << 19, 1 << 8
 WEIGHT_DECAY = 0.1
 EPSILON = 1e-8
+OUTER_LR = 0.7
 NEWTON = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's iteration (Jordan et al., 2024)."""
 
@@ -48,13 +50,15 @@ class Line:
     """One training.
 
     opt, lr, b2, mom    adamw, or muon for the hidden matrices and AdamW for the rest; Muon's momentum is `mom`
-    scheme              dense; gradients: sums of what each worker selects by magnitude, of which the largest are
-                        delivered; updates: the same with what each worker's optimizer moved; ternary: each element
-                        above a threshold of its block as the sign times their mean, at the worker and at the owner;
-                        powersgd
-    inner               what `updates` exchanges movements by: gradients or ternary
+    scheme              dense, or one of `SCHEMES`, by which gradients are exchanged; updates: what each worker's
+                        optimizer moved is
+    inner               the one of `SCHEMES` by which `updates` exchanges
+    every               of `updates`: steps that each worker makes alone between two exchanges
+    outer               of `updates` with `every`: Nesterov momentum of the exchanged movements, DiLoCo's, at lr 0.7
     b1, lrs             sparse steps: the first beta, and a factor on the learning rate
-    density, bits       of `gradients`; bits of a value, 0: unrounded
+    density, bits       of what is selected; bits of a value, 0: unrounded
+    decay               factor on the residuals in each exchange
+    eta                 of `dgc` and `ef21`: part of the new gradient in their averages
     power               of the running rms of the gradient in a block, by which scores are divided
     part                of `ternary`: the part of normal values that is above the threshold; 1: all, their sign
     rank                of `powersgd`; low_rank: of a PowerSGD before `gradients`
@@ -75,6 +79,10 @@ class Line:
     inner: str = "gradients"
     b1: float = 0.9
     lrs: float = 1.0
+    every: int = 1
+    outer: float = 0.0
+    decay: float = 1.0
+    eta: float = 0.1
     density: float = 0.03
     bits: int = 0
     power: float = 0.0
@@ -170,7 +178,7 @@ class World:
         for worker in range(WORKERS):
             if offsets is not None:
                 self.weights.copy_(before)
-                self.weights[: self.large] += offsets[worker]
+                self.weights[: offsets.shape[1]] += offsets[worker]
             self._graphs[worker].replay() if self._graphs else self._pass(self._loss, worker)
         if offsets is not None:
             self.weights.copy_(before)
@@ -179,7 +187,7 @@ class World:
     def evaluate(self) -> float:
         """Return the cross entropy on text that is not trained on, in nats a byte."""
         held = self.content[self.num_train :]
-        limit = EVALUATED_BYTES if self.device.type == "cuda" else 4 * self.context
+        limit = EVALUATED_BYTES if self.device.type == "cuda" else EVALUATED_TEXTS * self.context
         starts = torch.arange(0, min(len(held) - self.context, limit), self.context, device=self.device)
         parts = starts.split(64)
         return sum(float(self._loss(held[part[:, None] + self._span].long())) * len(part) for part in parts) / len(
@@ -229,106 +237,15 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (made.T if wide is not matrix else made).float()
 
 
-class Exchange:
-    """The residuals of all workers, and what a step delivers of them."""
-
-    def __init__(self, world: World, line: Line) -> None:
-        self._world, self._line = world, line
-        self._scheme = line.inner if line.scheme == "updates" else line.scheme
-        self.held = torch.zeros(WORKERS, world.large, device=world.device)
-        self._owned = torch.zeros(world.large, device=world.device)  # what owners hold back, of `ternary`
-        self._squares: Tensor | None = None
-        self._factors: dict[int, Tensor] = {}
-
-    def deliver(self, vectors: Tensor) -> Tensor:
-        """Return the mean over workers of what a step delivers."""
-        self.held += vectors
-        if self._scheme == "ternary":
-            return self._ternary()
-        low = self._low_rank(self._line.rank if self._scheme == "powersgd" else self._line.low_rank)
-        return low if self._scheme == "powersgd" else low + self._largest(vectors)
-
-    def _largest(self, vectors: Tensor) -> Tensor:
-        k, scale = self._line.density * self._world.large, self._scale(vectors)
-        sent = torch.empty_like(self.held)
-        for worker, held in enumerate(self.held):
-            score = held.abs() * scale
-            sent[worker] = self._rounded(held, score >= threshold_of(score, k))
-        total = sent.sum(0)
-        score = total.abs() * scale
-        kept = (score >= threshold_of(score, k)) & (total != 0)
-        delivered = self._rounded(total, kept)
-        self.held -= sent * kept
-        if self._line.bits:
-            self.held += (total * kept - delivered) / WORKERS
-        return delivered / WORKERS
-
-    def _scale(self, vectors: Tensor) -> Tensor | float:
-        if not self._line.power:
-            return 1.0
-        new = vectors.square().mean(0).view(-1, BLOCK).mean(1)
-        self._squares = new if self._squares is None else self._squares * 0.9 + new * 0.1
-        rms = (self._squares / self._squares.mean()).clamp_min(1e-12).sqrt()
-        return (rms**-self._line.power).repeat_interleave(BLOCK)
-
-    def _rounded(self, vector: Tensor, kept: Tensor) -> Tensor:
-        chosen = vector * kept
-        if not self._line.bits:
-            return chosen
-        rows = chosen.view(-1, BLOCK)
-        if self._line.bits == 1:
-            mean = rows.abs().sum(1, keepdim=True) / kept.view(-1, BLOCK).sum(1, keepdim=True).clamp_min(1)
-            return (rows.sign() * mean).view(-1)
-        step = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / (2 ** (self._line.bits - 1) - 1)
-        return ((rows / step).round() * step).view(-1)
-
-    def _ternary(self) -> Tensor:
-        sent = torch.stack([self._signs(held) for held in self.held])
-        self.held -= sent
-        total = self._owned + sent.mean(0)
-        delivered = self._signs(total)
-        self._owned = total - delivered
-        return delivered
-
-    def _signs(self, vector: Tensor) -> Tensor:
-        rows, part = vector.view(-1, BLOCK), torch.tensor(1 - self._line.part)
-        above = float(math.sqrt(2) * torch.erfinv(part)) if self._line.part < 1 else -1.0
-        kept = rows.abs() > above * rows.square().mean(1, keepdim=True).sqrt()
-        mean = (rows.abs() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp_min(1)
-        return (rows.sign() * kept * mean).view(-1)
-
-    def _low_rank(self, rank: int) -> Tensor:
-        """Return what PowerSGD delivers, with one step of a power iteration on the mean (Vogels et al., 2019)."""
-        low = torch.zeros(self._world.large, device=self._world.device)
-        for start, end, shape in self._world.matrices if rank else ():
-            chance = torch.Generator(self._world.device).manual_seed(start)
-            shapes = (shape[1], min(rank, *shape))
-            factor = self._factors.get(start)
-            factor = torch.randn(shapes, generator=chance, device=low.device) if factor is None else factor
-            mean = self.held[:, start:end].mean(0).view(shape)
-            left = torch.linalg.qr(mean @ factor)[0]
-            self._factors[start] = mean.T @ left
-            low[start:end] = (left @ self._factors[start].T).reshape(-1)
-        self.held -= low
-        return low
-
-
-def threshold_of(score: Tensor, k: float) -> Tensor:
-    """Return about the k-th largest score, from a sample; 0 if all are wanted."""
-    if k >= len(score):
-        return score.new_zeros(())
-    stride = max(1, len(score) // SAMPLE)
-    sample = score[int(torch.randint(stride, (1,))) :: stride]
-    return sample.topk(min(max(1, round(k / stride)), len(sample)), sorted=False).values.min()
-
-
 class Training:
     """One line: dense steps, then those of its scheme."""
 
     def __init__(self, world: World, line: Line) -> None:
         self._world, self._line = world, line
         self.moments, self.curve = [Moments(world, line)], dict[int, float]()
-        self._exchange: Exchange | None = None
+        self._scheme: Scheme | None = None
+        self._local = torch.zeros_like(world.grads)  # of each worker's own steps since an exchange: its weights' change
+        self._velocity = torch.zeros_like(world.weights)
         world.weights.copy_(world.first)
 
     def steps(self, first: int, end: int) -> None:
@@ -338,35 +255,76 @@ class Training:
             if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == self._line.steps:
                 self.curve[step + 1] = round(self._world.evaluate(), 4)
 
-    def _step(self, step: int, sparse: bool) -> None:
-        world, line = self._world, self._line
-        if sparse and self._exchange is None:
-            self._exchange = Exchange(world, line)
-        offsets = -line.preview * self._exchange.held if sparse and line.preview and self._exchange else None
-        world.make_grads(step, offsets)
-        lr, b1 = line.lr_at(step) * (line.lrs if sparse else 1), line.b1 if sparse else 0.9
-        if sparse and line.scheme == "updates":
-            moved = lr * self._updates(b1)
-        else:
-            mean = world.grads.mean(0)
-            if self._exchange is not None:
-                mean[: world.large] = self._exchange.deliver(world.grads[:, : world.large])
-            mean *= (line.clip / mean.norm()).clamp(max=1.0)
-            moved = lr * self.moments[0].direction(mean, b1, line.quasi if sparse else 1.0)
-        if sparse and line.scheme == "updates":
-            assert self._exchange is not None
-            large = self._exchange.deliver(moved[:, : world.large])
-            moved = torch.cat([large, moved[:, world.large :].mean(0)])
-        world.weights[: world.large] *= 1 - lr * WEIGHT_DECAY
-        world.weights -= moved
+    @property
+    def bytes_of_dense(self) -> float:
+        """The bytes of a step of the scheme, on average and for the large tensors, over those of a dense step."""
+        if self._scheme is None:
+            return 1.0
+        return self._scheme.bits() / self._line.every / self._scheme.ring(FLOAT_BITS * self._world.large)
 
-    def _updates(self, b1: float) -> Tensor:
-        """Return the direction of each worker's own optimizer."""
+    def _step(self, step: int, sparse: bool) -> None:
+        if not sparse:
+            self._world.make_grads(step)
+            lr = self._line.lr_at(step)
+            self._move(lr, lr * self._direction(self._world.grads.mean(0), 0.9))
+            return
+        if self._scheme is None:
+            self._scheme = scheme_of(self._world, self._line, self.moments[0].mean)
+        lr = self._line.lr_at(step) * self._line.lrs
+        if self._line.scheme != "updates":
+            self._step_by_gradients(step, lr, self._scheme)
+        elif self._line.every == 1:
+            self._step_by_updates(step, lr, self._scheme)
+        else:
+            self._step_alone(step, lr, self._scheme)
+
+    def _step_by_gradients(self, step: int, lr: float, scheme: Scheme) -> None:
+        world, line = self._world, self._line
+        world.make_grads(step, -line.preview * scheme.held if line.preview else None)
+        mean = world.grads.mean(0)
+        mean[: world.large] = scheme.deliver(world.grads[:, : world.large])
+        made = self._direction(mean, line.b1, line.quasi)
+        if isinstance(scheme, Demo):
+            made[: world.large] = mean[: world.large].sign()
+        self._move(lr, lr * made)
+
+    def _step_by_updates(self, step: int, lr: float, scheme: Scheme) -> None:
+        world, line = self._world, self._line
+        world.make_grads(step, -line.preview * scheme.held if line.preview else None)
+        moved = lr * self._updates(world.grads.mean(0).norm())
+        large = scheme.deliver(moved[:, : world.large])
+        self._move(lr, torch.cat([large, moved[:, world.large :].mean(0)]))
+
+    def _step_alone(self, step: int, lr: float, scheme: Scheme) -> None:
+        """Let each worker make a step of its own, and exchange what all moved after every so many."""
+        world, line = self._world, self._line
+        world.make_grads(step, self._local)
+        weights = world.weights[: world.large] + self._local[:, : world.large]
+        self._local[:, : world.large] -= lr * WEIGHT_DECAY * weights
+        self._local -= lr * self._updates(world.grads.norm(dim=1, keepdim=True))
+        if (step + 1 - line.dense) % line.every and step + 1 < line.steps:
+            return
+        moved = -self._local.mean(0)
+        moved[: world.large] = scheme.deliver(-self._local[:, : world.large])
+        self._velocity.mul_(line.outer).add_(moved)
+        world.weights -= OUTER_LR * (moved + line.outer * self._velocity) if line.outer else moved
+        self._local.zero_()
+
+    def _direction(self, mean: Tensor, b1: float, quasi: float = 1.0) -> Tensor:
+        mean *= (self._line.clip / mean.norm()).clamp(max=1.0)
+        return self.moments[0].direction(mean, b1, quasi)
+
+    def _move(self, lr: float, moved: Tensor) -> None:
+        self._world.weights[: self._world.large] *= 1 - lr * WEIGHT_DECAY
+        self._world.weights -= moved
+
+    def _updates(self, norms: Tensor) -> Tensor:
+        """Return the direction of each worker's own optimizer, by its gradient, which is clipped by these norms."""
         if len(self.moments) < WORKERS:
             self.moments = [self.moments[0].copy() for _ in range(WORKERS)]
         grads = self._world.grads
-        grads *= (self._line.clip / grads.mean(0).norm()).clamp(max=1.0)
-        made = [each.direction(grad, b1) for each, grad in zip(self.moments, grads, strict=True)]
+        grads *= (self._line.clip / norms).clamp(max=1.0)
+        made = [each.direction(grad, self._line.b1) for each, grad in zip(self.moments, grads, strict=True)]
         return torch.stack(made)
 
 
@@ -386,14 +344,15 @@ def train(lines: Sequence[Line], world_of: Any, limit_s: float) -> Iterator[dict
         world.weights.copy_(shared[0])
         run.moments, run.curve = [shared[1].copy()], dict(shared[2])
         run.steps(line.dense, line.steps)
-        yield {"line": line.name, "nats": run.curve, "seconds": round(time.monotonic() - started, 1)}
+        seconds = round(time.monotonic() - started, 1)
+        yield {"line": line.name, "nats": run.curve, "bytes": run.bytes_of_dense, "seconds": seconds}
 
 
-def main(corpus: str, lines: str, out: str, limit_s: str = "inf") -> None:
+def main(corpus: str, lines: str, out: str, limit_s: str = "inf", net: str = "") -> None:
     """Train every line of a file, and append the results to another."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text, worlds = Text.load(Path(corpus)), dict[int, World]()
-    size, batch = ((8, 512, 8, 512), 16) if device.type == "cuda" else ((1, 512, 8, 32), 1)
+    size, batch = (SIZES[net], SMALL_BATCH) if net else (SIZE, BATCH)
     torch.backends.cuda.matmul.allow_tf32 = True
 
     def world_of(seed: int) -> World:
@@ -402,8 +361,9 @@ def main(corpus: str, lines: str, out: str, limit_s: str = "inf") -> None:
             worlds[seed] = World(text, seed, size, batch, device)
         return worlds[seed]
 
-    wanted = [Line.parse(each) for each in Path(lines).read_text().splitlines() if each.strip()]
-    for result in train(wanted, world_of, float(limit_s)):
+    made = [json.loads(each)["line"] for each in Path(out).read_text().splitlines()] if Path(out).exists() else []
+    wanted = [each.strip() for each in Path(lines).read_text().splitlines()]
+    for result in train([Line.parse(each) for each in wanted if each and each not in made], world_of, float(limit_s)):
         print(result["line"], result["nats"], flush=True)
         with Path(out).open("a") as file:
             file.write(json.dumps(result) + "\n")

@@ -1,6 +1,7 @@
 """Sparse steps that exchange updates: what the optimizers moved arrives or is held back, and all ranks go on alike."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
+from tests.cases import device_step
 from tests.ddp.accounts import same_bits, weights_of
 from tests.ddp.harness import attach, check_words, error_of, on_ranks, through_a_file
 from tests.ddp.nets import Net, loss_of
@@ -238,3 +240,50 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks():
         check_same_weights(script.model.module)
     assert scaler.get_scale() == 2.0**3
     assert script.attached.step == STEPS - 1  # the skipped one was not exchanged
+
+
+class Steady(torch.nn.Module):
+    """A matrix whose gradient has one mean in all steps and on all ranks, and noise of each rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(20, 100))
+        self.mean = (torch.rand(20, 100, generator=torch.Generator().manual_seed(1)) - 0.5).sign()
+
+    def forward(self, noise):
+        return (self.weight * (self.mean + noise)).sum()
+
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": getattr(torch.optim, "Muon", None)}
+needs_muon = pytest.mark.skipif(OPTIMIZERS["muon"] is None, reason="torch.optim.Muon came with torch 2.9")
+LONG = (pytest.mark.long, pytest.mark.timeout(600))
+WAITING = [
+    pytest.param("adamw", "oktopk", "host", 200),
+    pytest.param("adamw", "oktopk", "device", 200, marks=pytest.mark.slow),
+    pytest.param("muon", "oktopk", "host", 200, marks=[pytest.mark.slow, needs_muon]),
+    *(pytest.param("adamw", *each, 1500, marks=LONG) for each in (("oktopk", "device"), ("oktopk_paper", "host"))),
+    *(pytest.param("muon", *each, 1500, marks=[*LONG, needs_muon])
+      for each in (("oktopk", "host"), ("oktopk", "device"), ("oktopk_paper", "host"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("optimizer", "algorithm", "path", "steps"), WAITING)
+@on_ranks(2)
+def test_no_movement_waits_without_bound(optimizer, algorithm, path, steps):
+    """What 75 steps moved, 5 % of 1,500 steps' movement, may be pending at any time."""
+    torch.manual_seed(dist.get_rank())
+    model, masses, start = DDP(Steady()), [], torch.zeros(20, 100)
+    weight = model.module.weight
+    used = OPTIMIZERS[optimizer]([weight], lr=1e-3)
+    used.register_step_pre_hook(lambda *_: start.copy_(weight.detach()))
+    used.register_step_post_hook(lambda *_: masses.append(float((start - weight.detach()).abs().sum())))
+    with device_step() if path == "device" else nullcontext() as device:
+        attached = attach(model, oktopk.make_algorithm(algorithm), optimizer=used)
+        for _ in range(steps):
+            model(0.3 * torch.randn(20, 100)).backward()
+            used.step()
+            model.zero_grad()
+        assert device is None or device.runs > 0
+    pending = float(sum(on_all_ranks(attached.residual["weight"].abs().sum().view(1))))
+    put_in = float(sum(on_all_ranks(torch.tensor([sum(masses)]))))
+    assert 0 < pending * steps / put_in <= 75
