@@ -348,10 +348,10 @@ def train(lines: Sequence[Line], world_of: Any, limit_s: float) -> Iterator[dict
         yield {"line": line.name, "nats": run.curve, "bytes": run.bytes_of_dense, "seconds": seconds}
 
 
-def main(corpus: str, lines: str, out: str, limit_s: str = "inf", net: str = "") -> None:
-    """Train every line of a file, and append the results to another."""
+def train_all(corpus: Path, lines: Sequence[str], out: Path, limit_s: float = math.inf, net: str | None = None) -> None:
+    """Train every line that is not in `out` yet, and append its result."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    text, worlds = Text.load(Path(corpus)), dict[int, World]()
+    text, worlds = Text.load(corpus), dict[int, World]()
     size, batch = (SIZES[net], SMALL_BATCH) if net else (SIZE, BATCH)
     torch.backends.cuda.matmul.allow_tf32 = True
 
@@ -361,12 +361,18 @@ def main(corpus: str, lines: str, out: str, limit_s: str = "inf", net: str = "")
             worlds[seed] = World(text, seed, size, batch, device)
         return worlds[seed]
 
-    made = [json.loads(each)["line"] for each in Path(out).read_text().splitlines()] if Path(out).exists() else []
-    wanted = [each.strip() for each in Path(lines).read_text().splitlines()]
-    for result in train([Line.parse(each) for each in wanted if each and each not in made], world_of, float(limit_s)):
+    made = [json.loads(each)["line"] for each in out.read_text().splitlines()] if out.exists() else []
+    wanted = [Line.parse(line) for line in lines if line not in made]
+    for result in train(wanted, world_of, limit_s):
         print(result["line"], result["nats"], flush=True)
-        with Path(out).open("a") as file:
+        with out.open("a") as file:
             file.write(json.dumps(result) + "\n")
+
+
+def main(corpus: str, lines: str, out: str, limit_s: str = "inf", net: str = "") -> None:
+    """Train every line of a file, and append the results to another."""
+    wanted = [line.strip() for line in Path(lines).read_text().splitlines()]
+    train_all(Path(corpus), [line for line in wanted if line], Path(out), float(limit_s), net or None)
 
 
 if __name__ == "__main__":

@@ -272,11 +272,11 @@ WAITING = [
 def test_no_movement_waits_without_bound(optimizer, algorithm, path, steps):
     """What 75 steps moved, 5 % of 1,500 steps' movement, may be pending at any time."""
     torch.manual_seed(dist.get_rank())
-    model, masses, start = DDP(Steady()), [], torch.zeros(20, 100)
+    model, starts, masses = DDP(Steady()), [], []
     weight = model.module.weight
     used = OPTIMIZERS[optimizer]([weight], lr=1e-3)
-    used.register_step_pre_hook(lambda *_: start.copy_(weight.detach()))
-    used.register_step_post_hook(lambda *_: masses.append(float((start - weight.detach()).abs().sum())))
+    used.register_step_pre_hook(lambda *_: starts.append(weight.detach().clone()))
+    used.register_step_post_hook(lambda *_: masses.append(float((starts.pop() - weight.detach()).abs().sum())))
     with device_step() if path == "device" else nullcontext() as device:
         attached = attach(model, oktopk.make_algorithm(algorithm), optimizer=used)
         for _ in range(steps):

@@ -1,10 +1,14 @@
 """The sweep on one device: dense steps are shared, exchanges conserve, density 1 is dense."""
 
+import json
 import math
 
 import pytest
 import torch
 
+from oktopk import Dense, OkTopk
+from oktopk.cost import predict
+from research.learning import rivals, sweep
 from research.learning.language import Text
 from research.learning.schemes import BLOCK, SCHEMES, Demo, scheme_of
 from research.learning.sweep import OUTER_LR, WORKERS, Line, Training, World, train
@@ -125,9 +129,6 @@ def test_a_low_rank_takes_the_bits_of_two_factors(world):
 
 
 def test_ours_takes_the_librarys_bytes(world):
-    from oktopk import Dense, OkTopk
-    from oktopk.cost import predict
-
     ratio = predict(OkTopk(), world.large, WORKERS).typical / predict(Dense(), world.large, WORKERS).typical
     run = Training(world, Line.parse("scheme=updates"))
     run.steps(0, 0)
@@ -157,3 +158,25 @@ def test_density_1_trains_as_dense_does(world):
     dense, whole = [result["nats"][3] for result in train(lines, lambda _: world, 60)]
     assert whole == pytest.approx(dense, abs=1e-3)
     assert not torch.equal(world.weights, world.first)
+
+
+def test_the_table_of_rivals_is_of_all_schemes_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    schemes = {scheme: Line.parse(f"scheme={scheme}") for scheme in rivals.RIVALS.values()}
+    tried = {line.inner if line.scheme == "updates" else line.scheme for line in schemes.values()}
+    assert tried == SCHEMES.keys() | {"dense"}
+    TEXT.save(tmp_path / "text.pt")
+    monkeypatch.setattr(sweep, "SIZE", (1, 128, 4, 8))
+    monkeypatch.setattr(sweep, "BATCH", 1)
+    monkeypatch.setattr(rivals, "RIVALS", {"dense": "dense", "ours": "updates b1=0.5 lrs=2"})
+    words = [f"{tmp_path / 'text.pt'}", f"{tmp_path}", "--with", "steps=4 dense=2"]
+    rivals.main([*words, "--seeds", "2", "--no-plot"])
+    rivals.main([*words, "--seeds", "2,1"])
+    runs = [json.loads(line) for line in (tmp_path / "rivals.jsonl").read_text().splitlines()]
+    assert [run["line"] for run in runs] == [
+        f"seed={seed} steps=4 dense=2 scheme={scheme}" for seed in (2, 1) for scheme in rivals.RIVALS.values()
+    ]
+    *_, dense, ours = capsys.readouterr().out.strip().splitlines()
+    means = [f"{(runs[i]['nats']['4'] + runs[i + 2]['nats']['4']) / 2:.3f}" for i in (0, 1)]
+    assert dense.startswith(f"| dense | 1 | {means[0]} | 1: ")
+    assert ours.startswith(f"| ours | 1/{1 / runs[1]['bytes']:.3g} | {means[1]} | 1: ")
+    assert (tmp_path / "rivals.png").stat().st_size > 10_000
