@@ -50,6 +50,22 @@ def test_dry_run_says_what_would_be_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_make_train_trains_dense_and_the_default_alike_and_compares_them(tmp_path):
+    made = subprocess.run(
+        ["make", "-n", "-o", ".venv/ready", "train"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    commands_of = [line.split()[1:] for line in made.stdout.splitlines() if line.startswith(".venv/bin/oktopk ")]
+    dense, ours, report = commands_of
+    folder = dense[dense.index("--runs") + 1]
+    assert report == ["report", f"{folder}/dense", f"{folder}/oktopk", "--text"]
+    changed = " ".join(dense).replace(" --compressor dense", "").replace("--name dense", "--name oktopk")
+    assert changed.split() == ours
+    for command, steps in ((dense, "288 in 9 epochs of 32"), (ours, "288 in 9 epochs of 32: 128 dense, 160 sparse")):
+        output = succeed(" ".join(command[1:]).replace(folder, f"{tmp_path}"), "--dry-run")
+        assert steps in output
+        assert ("sparse" in output) == (command is ours)
+
+
 def test_the_plan_of_a_gpt(tmp_path):
     """A net without a recipe has its own, and a folder that is named has text for it."""
     for words in ("--recipe gpt-tiny", "--dnn gpt-tiny"):
