@@ -34,8 +34,11 @@ def main() -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard" if args.records else None, project_dir=args.records)
     accelerator.init_trackers("tensorboard")
     net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(make_data(), batch_size=BATCH))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        net, optimizer, scheduler, DataLoader(make_data(), batch_size=BATCH)
+    )
 
     # oktopk.attach(model, ...) would do; this one also hooks into save_state and load_state.
     records = [oktopk.JsonlSink(args.records / f"metrics-{accelerator.process_index}.jsonl")] if args.records else []
@@ -50,6 +53,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(inputs), labels)
             accelerator.backward(loss)
             optimizer.step()
+            scheduler.step()
             losses.append(loss.item())
             accelerator.log({"loss": losses[-1]}, step=sparse.step)  # and the figures of the exchange
     assert sparse.active

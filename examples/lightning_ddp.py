@@ -43,8 +43,9 @@ class Classifier(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
 def main() -> None:

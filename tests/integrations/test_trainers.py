@@ -45,13 +45,12 @@ def ran(trainer, logs):
     return run_example(*EXAMPLES[trainer], "--records", logs)
 
 
-def test_it_trains_and_compresses(ran, trainer):
+def test_it_trains_and_compresses(ran):
     first, last = ran.losses
     assert last < 0.5 * first
     assert ran.active_of_steps == (70, 80)
     assert "oktopk: OkTopk(density=0.05" in ran.output
-    lowered = "oktopk: AdamW in sparse steps: momentum 0.5, before 0.9; lr x 1.41\n"  # the others' SGD has no momentum
-    assert (lowered in ran.output) == (trainer == "transformers")
+    assert ran.output.count("oktopk: AdamW in sparse steps: momentum 0.5, before 0.9; lr x 1.41\n") == 1
     assert ran.weights["0"] == ran.weights["1"]
 
 
