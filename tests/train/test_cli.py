@@ -60,7 +60,7 @@ def test_make_train_trains_dense_and_the_default_alike_and_compares_them(tmp_pat
     assert report == ["report", f"{folder}/dense", f"{folder}/oktopk", "--text"]
     changed = " ".join(dense).replace(" --compressor dense", "").replace("--name dense", "--name oktopk")
     assert changed.split() == ours
-    for command, steps in ((dense, "288 in 9 epochs of 32"), (ours, "288 in 9 epochs of 32: 128 dense, 160 sparse")):
+    for command, steps in ((dense, "320 in 10 epochs of 32"), (ours, "320 in 10 epochs of 32: 128 dense, 192 sparse")):
         output = succeed(" ".join(command[1:]).replace(folder, f"{tmp_path}"), "--dry-run")
         assert steps in output
         assert ("sparse" in output) == (command is ours)
