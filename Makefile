@@ -51,8 +51,9 @@ train: DEMO := $(shell date +runs/demo-%Y%m%d-%H%M%S)
 train: .venv/ready  ## three minutes: speech made offline, and a small net that learns it on two workers, dense and with Ok-Topk
 	$(BIN)/oktopk train --max-epochs 10 --compressor dense --runs $(DEMO) --name dense
 	$(BIN)/oktopk train --max-epochs 10 --runs $(DEMO) --name oktopk
-	$(BIN)/oktopk report $(DEMO)/dense $(DEMO)/oktopk --text
-	@echo "the same as a page: $(BIN)/oktopk report $(DEMO)/dense $(DEMO)/oktopk"
+	$(BIN)/oktopk report $(DEMO)/dense $(DEMO)/oktopk --text > $(DEMO)/report.txt
+	@sed '/^─.* dense ─/,$$d' $(DEMO)/report.txt  # the part that compares, which comes before that of each run
+	@echo "next: $(BIN)/oktopk report $(DEMO)/dense $(DEMO)/oktopk"
 
 bench: .venv/ready  ## how long one all_reduce takes and how much it sends
 	$(BIN)/python -m benchmarks.reduce

@@ -54,8 +54,8 @@ def test_make_train_trains_dense_and_the_default_alike_and_compares_them(tmp_pat
     made = subprocess.run(
         ["make", "-n", "-o", ".venv/ready", "train"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    commands_of = [line.split()[1:] for line in made.stdout.splitlines() if line.startswith(".venv/bin/oktopk ")]
-    dense, ours, report = commands_of
+    lines = [line.partition(" > ")[0].split() for line in made.stdout.splitlines()]
+    dense, ours, report = (words[1:] for words in lines if words[0] == ".venv/bin/oktopk")
     folder = dense[dense.index("--runs") + 1]
     assert report == ["report", f"{folder}/dense", f"{folder}/oktopk", "--text"]
     changed = " ".join(dense).replace(" --compressor dense", "").replace("--name dense", "--name oktopk")
