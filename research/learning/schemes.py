@@ -107,6 +107,7 @@ class Bounded(Scheme):
 
     def deliver(self, vectors: Tensor) -> Tensor:
         """Return the mean over workers of what a step delivers."""
+        self.held *= self.line.decay
         self.held += vectors
         if self._low is None:
             return self._largest(vectors)
