@@ -89,7 +89,9 @@ def test_the_sampled_threshold_is_near_k() -> None:
     assert len(set(thresholds)) == 6
     assert torch.equal(torch.random.get_rng_state(), random_state)
     small = Ranking.by_magnitude(20_000)  # of which the sample is the whole
-    assert selection.sampled_threshold(acc[:20_000], 200, small, seed=9) == exact_threshold(acc[:20_000], 200, small)
+    for few in (200, selection.SAMPLE_HITS):
+        exact = exact_threshold(acc[:20_000], few, small)
+        assert selection.sampled_threshold(acc[:20_000], few, small, seed=9) == exact
 
 
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.5])
