@@ -16,6 +16,7 @@ from tests.cases import COVER, algorithms
 from tests.ddp.accounts import any_left, check_same_on_all_ranks, grads_of, same_bits, weights_of
 from tests.ddp.harness import attach, check_words, end_now, error_of, on_ranks, started
 from tests.ddp.nets import BRAIN, DOUBLE, HALF, SINGLE, Net, descend_, step_
+from tests.harness import JOB_TIMEOUT_S
 
 SPARSE, DENSE = "body.0.weight", "body.0.bias"
 DENSE_STEPS = 3
@@ -116,7 +117,7 @@ def first_backward(rank, pipe):
 def test_the_first_backward_of_a_process_raises_the_error_itself():
     pipes, processes = started(1, first_backward)
     try:
-        assert pipes[0].poll(50), "the process does not answer"
+        assert pipes[0].poll(JOB_TIMEOUT_S), "the process does not answer"
         raised, number = pipes[0].recv()
     finally:
         end_now(pipes, processes)
