@@ -4,8 +4,8 @@
 
 One rank over NCCL: nothing travels, so that what is left is what selecting costs. Plain DDP and attachments take
 turns; a step is forward, backward and the optimizer's, and its time ends when the GPU is done. A few steps are timed
-as one, as a training makes them. Hosts are noisy: what counts is the median over many laps of how much longer a lap's
-steps took than plain DDP's in the same lap, and between what it lies. Last line: JSON.
+as one, as a training makes them. Hosts are noisy: what counts is the median over many rounds of how much longer a
+round's steps took than plain DDP's in the same round, with its range. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Contender:
             self.attached.detach()
 
 
-def time_lap(contenders: list[Contender], number: int) -> list[float]:
-    """Time each of them once; another one begins in every lap, since who comes first has the cooler machine."""
+def time_round(contenders: list[Contender], number: int) -> list[float]:
+    """Time each of them once; another one begins in every round, since who comes first has the cooler machine."""
     seconds = [0.0] * len(contenders)
     for turn in range(len(contenders)):
         which = (turn + number) % len(contenders)
@@ -108,13 +108,16 @@ def main(arguments: list[str] | None = None) -> None:
     contenders = [Contender(name, each, load_model(chosen.model), chosen.batch) for name, each in ALGORITHMS.items()]
     for contender in contenders:
         contender.run(WARM_UP)
-    laps = [time_lap(contenders, number) for number in range(chosen.rounds)]
+    samples = [time_round(contenders, number) for number in range(chosen.rounds)]
     table = Table(title=f"a step of {chosen.model}, batch {chosen.batch}, {torch.cuda.get_device_name()}, P = 1")
     for column in ("", "median ms", "min", "max", "over plain DDP", "lies in"):
         table.add_column(column, justify="left" if not column else "right")
     rows = []
     for number, contender in enumerate(contenders):
-        times, over = spread([lap[number] for lap in laps]), [lap[number] / lap[0] - 1 for lap in laps]
+        times, over = (
+            spread([sample[number] for sample in samples]),
+            [sample[number] / sample[0] - 1 for sample in samples],
+        )
         middle, low, high = median_and_range(over)
         rows.append({"name": contender.name, "seconds": times, "over_plain": middle, "lies_in": [low, high]})
         milliseconds = (f"{1e3 * times[key]:.2f}" for key in ("median", "min", "max"))

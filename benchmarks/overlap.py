@@ -69,7 +69,7 @@ def time_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict
     serial = oktopk.attach(models["serial"], algorithm, dense_steps=0, clip=NO_CLIP)
     overlapped = oktopk.attach(models["overlapped"], algorithm, dense_steps=0)
     x = torch.randn(batch, width, generator=torch.Generator().manual_seed(dist.get_rank()))
-    laps: dict[str, list[float]] = {name: [] for name in kinds}
+    samples: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(WARM_UP + rounds):
         for name, model in models.items():
             model.zero_grad()
@@ -77,29 +77,31 @@ def time_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict
             start = time.perf_counter()
             with model.no_sync() if name == "backward" else nullcontext():
                 model(x).square().mean().backward()
-            laps[name].append(time.perf_counter() - start)
+            samples[name].append(time.perf_counter() - start)
     assert overlapped.last is not None
     buckets = len(overlapped.last.buckets)
     for handle in (serial, overlapped):
         handle.detach()
-    return {"laps": {name: seconds[WARM_UP:] for name, seconds in laps.items()}, "buckets": buckets}
+    return {"samples": {name: seconds[WARM_UP:] for name, seconds in samples.items()}, "buckets": buckets}
 
 
 def _summary(ranks: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    laps = {
-        name: [max(row) for row in zip(*(rank["laps"][name] for rank in ranks), strict=True)]
-        for name in ranks[0]["laps"]
+    samples = {
+        name: [max(row) for row in zip(*(rank["samples"][name] for rank in ranks), strict=True)]
+        for name in ranks[0]["samples"]
     }
-    exchange = [s - b for s, b in zip(laps["serial"], laps["backward"], strict=True)]
-    hidden = [(s - o) / e for s, o, e in zip(laps["serial"], laps["overlapped"], exchange, strict=True) if e > 0]
+    exchange = [s - b for s, b in zip(samples["serial"], samples["backward"], strict=True)]
+    hidden = [(s - o) / e for s, o, e in zip(samples["serial"], samples["overlapped"], exchange, strict=True) if e > 0]
     return {
         "bench": "overlap",
         "mbit": args.mbit,
         "ranks": args.ranks,
         "threads": threads_for(args.ranks),
         "buckets": ranks[0]["buckets"],
-        "seconds": {name: spread(seconds) for name, seconds in (*laps.items(), ("exchange", exchange))},
-        "overlapped_over_serial": spread([o / s for o, s in zip(laps["overlapped"], laps["serial"], strict=True)]),
+        "seconds": {name: spread(seconds) for name, seconds in (*samples.items(), ("exchange", exchange))},
+        "overlapped_over_serial": spread(
+            [o / s for o, s in zip(samples["overlapped"], samples["serial"], strict=True)]
+        ),
         "exchange_hidden": spread(hidden) if hidden else None,
     }
 

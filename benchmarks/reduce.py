@@ -3,9 +3,9 @@
     python -m benchmarks.reduce --numel 1000000 --ranks 2 --rounds 9
 
 Steps: P gloo processes on this machine, each with its share of the cores. Ok-Topk in both modes, the dense all_reduce
-and `torch.topk` take turns, so that a slow second hits all of them alike. The ranks start each lap together, and the
+and `torch.topk` take turns, so that a slow second hits all of them alike. The ranks start each round together, and the
 slowest one's time counts, with the split of that rank: waiting for a peer is inside "exchange" and "gather". The first
-lap stands apart: it makes buffers, compares settings and, in paper mode, takes the exact thresholds that the others
+round stands apart: it makes buffers, compares settings and, in paper mode, takes the exact thresholds that the others
 reuse.
 
 Selection: the work of a step before it sends (accumulate, select, pack) on one core, against a triad over arrays
@@ -77,49 +77,49 @@ def hardware() -> dict[str, Any]:
 def time_selection(numel: int, density: float, rounds: int) -> dict[str, Any]:
     """Return seconds of what a step does before it sends, on one core, of a triad over its arrays, of torch.topk."""
     with torch_threads(1):
-        laps = run_local(1, lambda comm: _selection_laps(comm, numel, density, rounds))[0]
-    return _selection_summary(numel, num_selected(numel, density), laps)
+        samples = run_local(1, lambda comm: _selection_samples(comm, numel, density, rounds))[0]
+    return _selection_summary(numel, num_selected(numel, density), samples)
 
 
-def _selection_laps(comm: Comm, numel: int, density: float, rounds: int) -> list[dict[str, float]]:
+def _selection_samples(comm: Comm, numel: int, density: float, rounds: int) -> list[dict[str, float]]:
     reducer, out = Reducer(OkTopk(density=density, wire="fp32", ranking="magnitude"), comm), torch.zeros(numel)
     pool, held, spare = (
         [heavy_tailed(numel, seed=i) for i in range(POOL)],
         heavy_tailed(numel, POOL),
         torch.zeros(numel),
     )
-    laps = []
+    samples = []
     for turn in range(WARM_UP + rounds):
         grad = pool[turn % POOL]
         reducer.all_reduce(grad, out=out)
         assert reducer.last is not None
-        lap = {part: reducer.last.seconds[part] for part in PARTS}
-        lap["selected"] = reducer.last.selected
-        lap["triad"] = _seconds(lambda grad=grad: torch.add(grad, held, alpha=2.0, out=spare))
-        lap["topk"] = _seconds(lambda grad=grad: torch.topk(grad.abs(), num_selected(numel, density)))
-        laps.append(lap)
-    return laps[WARM_UP:]
+        sample = {part: reducer.last.seconds[part] for part in PARTS}
+        sample["selected"] = reducer.last.selected
+        sample["triad"] = _seconds(lambda grad=grad: torch.add(grad, held, alpha=2.0, out=spare))
+        sample["topk"] = _seconds(lambda grad=grad: torch.topk(grad.abs(), num_selected(numel, density)))
+        samples.append(sample)
+    return samples[WARM_UP:]
 
 
-def _selection_summary(numel: int, k: int, laps: list[dict[str, float]]) -> dict[str, Any]:
-    ours = [sum(lap[part] for part in PARTS) for lap in laps]
+def _selection_summary(numel: int, k: int, samples: list[dict[str, float]]) -> dict[str, Any]:
+    ours = [sum(sample[part] for part in PARTS) for sample in samples]
     return {
         "numel": numel,
         "k": k,
-        "selected": median(lap["selected"] for lap in laps),
-        "parts_s": {part: median(lap[part] for lap in laps) for part in PARTS},
+        "selected": median(sample["selected"] for sample in samples),
+        "parts_s": {part: median(sample[part] for sample in samples) for part in PARTS},
         "ours_s": spread(ours),
-        "triad_s": spread([lap["triad"] for lap in laps]),
-        "topk_s": spread([lap["topk"] for lap in laps]),
-        "over_triad": spread([our / lap["triad"] for our, lap in zip(ours, laps, strict=True)]),
-        "over_topk": spread([our / lap["topk"] for our, lap in zip(ours, laps, strict=True)]),
+        "triad_s": spread([sample["triad"] for sample in samples]),
+        "topk_s": spread([sample["topk"] for sample in samples]),
+        "over_triad": spread([our / sample["triad"] for our, sample in zip(ours, samples, strict=True)]),
+        "over_topk": spread([our / sample["topk"] for our, sample in zip(ours, samples, strict=True)]),
     }
 
 
 def time_steps(numel: int, size: int, density: float, rounds: int) -> dict[str, Any]:
     """Return the times of every contender on `size` processes, with the split by phase and the bytes sent."""
     ranks = run_processes(_time_rank, size, numel, density, rounds)
-    contenders = {name: _step_summary([laps[name] for laps in ranks]) for name in ranks[0]}
+    contenders = {name: _step_summary([samples[name] for samples in ranks]) for name in ranks[0]}
     return {
         "numel": numel,
         "ranks": size,
@@ -130,35 +130,35 @@ def time_steps(numel: int, size: int, density: float, rounds: int) -> dict[str, 
 
 
 def _step_summary(ranks: list[list[Sample]]) -> dict[str, Any]:
-    """Return one contender's figures, given its laps by rank: each lap is its slowest rank's."""
-    slowest = [max(laps, key=lambda lap: lap["seconds"]) for laps in zip(*ranks, strict=True)]
+    """Return one contender's figures, given its samples by rank: each sample is its slowest rank's."""
+    slowest = [max(samples, key=lambda sample: sample["seconds"]) for samples in zip(*ranks, strict=True)]
     counted = slowest[WARM_UP:]
-    seconds = [lap["seconds"] for lap in counted]
-    for lap in counted:
-        lap["phases"]["other"] = lap["seconds"] - sum(lap["phases"].values())
-    names = [name for name in PHASES if any(name in lap["phases"] for lap in counted)]
+    seconds = [sample["seconds"] for sample in counted]
+    for sample in counted:
+        sample["phases"]["other"] = sample["seconds"] - sum(sample["phases"].values())
+    names = [name for name in PHASES if any(name in sample["phases"] for sample in counted)]
     return {
         "seconds": spread(seconds),
         "first_s": slowest[0]["seconds"],
-        "sent_bytes": max(median(lap["sent_bytes"] for lap in laps[WARM_UP:]) for laps in ranks),
-        "phases": {name: spread([lap["phases"].get(name, 0.0) for lap in counted]) for name in names},
+        "sent_bytes": max(median(sample["sent_bytes"] for sample in samples[WARM_UP:]) for samples in ranks),
+        "phases": {name: spread([sample["phases"].get(name, 0.0) for sample in counted]) for name in names},
     }
 
 
 def _time_rank(numel: int, density: float, rounds: int) -> dict[str, list[Sample]]:
-    return _laps(_contenders(numel, density), make_pool(numel), WARM_UP + rounds)
+    return _samples(_contenders(numel, density), make_pool(numel), WARM_UP + rounds)
 
 
-def _laps(contenders: dict[str, Contender], pool: list[Tensor], rounds: int) -> dict[str, list[Sample]]:
-    laps: dict[str, list[Sample]] = {name: [] for name in contenders}
+def _samples(contenders: dict[str, Contender], pool: list[Tensor], rounds: int) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for turn in range(rounds):
         for name, contender in contenders.items():
             grad = pool[turn % len(pool)]
             contender.prepare(grad)
             dist.barrier()
             seconds = _seconds(lambda contender=contender, grad=grad: contender.run(grad))
-            laps[name].append({"seconds": seconds, **contender.account()})
-    return laps
+            samples[name].append({"seconds": seconds, **contender.account()})
+    return samples
 
 
 class Contender(Protocol):
@@ -305,7 +305,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--numel", type=int, action="append", help=f"elements; repeatable; default {NUMELS}")
     parser.add_argument("--ranks", type=int, action="append", help=f"processes; repeatable; default {RANKS}")
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--rounds", type=int, default=9, help="laps that count")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count")
     parser.add_argument("--json", type=Path, help="write the JSON line to this file as well")
     args = parser.parse_args(argv)
     if args.rounds < 1:

@@ -52,8 +52,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZE = 4
 """Regions, and blocks, that are packed into."""
 
-LAPS, ROUNDS = 7, 10
-"""In each lap every kind of work has so many rounds: a host's speed changes, and launching is most of a small one."""
+SAMPLES, ROUNDS = 7, 10
+"""A sample has this many rounds of every kind of work: a host's speed changes, and launching is most of a small one."""
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -111,18 +111,18 @@ def time_one(numel: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
         "int8_step": lambda: int8.all_reduce(grad, out=out),
         "topk": lambda: acc.abs().topk(k),
     }
-    laps = [{name: seconds(each) for name, each in work.items()} for _ in range(LAPS)]
+    samples = [{name: seconds(each) for name, each in work.items()} for _ in range(SAMPLES)]
     bytes_moved = (8 + grad.element_size()) / 8  # of what a copy moves
     return {
         "numel": numel,
         "density": density,
         "dtype": str(dtype).removeprefix("torch."),
-        **{f"{name}_ms": 1e3 * median(lap[name] for lap in laps) for name in work},
-        "floor_ms": 1e3 * median(lap["copy"] for lap in laps) * bytes_moved,
-        "over_floor": median(lap["select"] / lap["copy"] for lap in laps) / bytes_moved,
-        "step_over_floor": median(lap["step"] / lap["copy"] for lap in laps) / bytes_moved,
-        "int8_over_fp32": median(lap["int8_step"] / lap["step"] for lap in laps),
-        "topk_over_ours": median(lap["topk"] / lap["select"] for lap in laps),
+        **{f"{name}_ms": 1e3 * median(sample[name] for sample in samples) for name in work},
+        "floor_ms": 1e3 * median(sample["copy"] for sample in samples) * bytes_moved,
+        "over_floor": median(sample["select"] / sample["copy"] for sample in samples) / bytes_moved,
+        "step_over_floor": median(sample["step"] / sample["copy"] for sample in samples) / bytes_moved,
+        "int8_over_fp32": median(sample["int8_step"] / sample["step"] for sample in samples),
+        "topk_over_ours": median(sample["topk"] / sample["select"] for sample in samples),
         "selected": int(blocks[:, 0].sum()),
         "wanted": k,
     }
@@ -157,13 +157,13 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
         "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors),
         "reference": lambda: REFERENCE.accumulate_above(grad, held, acc, bounds, floors),
     }
-    laps: dict[str, list[float]] = {name: [] for name in work}
+    samples: dict[str, list[float]] = {name: [] for name in work}
     with torch_threads(threads):
         for _, (name, each) in itertools.product(range(rounds + 1), work.items()):
             start = time.perf_counter()
             each()
-            laps[name].append(time.perf_counter() - start)
-    times = {name: spread(each[1:]) for name, each in laps.items()}
+            samples[name].append(time.perf_counter() - start)
+    times = {name: spread(each[1:]) for name, each in samples.items()}
     return {"numel": numel, "density": density, "threads": threads, "kernel": kernels.name, **times}
 
 

@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def summary(ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """Return the seconds of the slowest rank, their ratios to plain DDP's of the same round, and what is held."""
-    laps = {name: [max(row) for row in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
-    result: dict[str, Any] = {"seconds": {name: spread(seconds) for name, seconds in laps.items()}}
+    samples = {name: [max(row) for row in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+    result: dict[str, Any] = {"seconds": {name: spread(seconds) for name, seconds in samples.items()}}
     for name, key in OVER.items():
-        result[key] = spread([mine / plain for mine, plain in zip(laps[name], laps["plain DDP"], strict=True)])
+        result[key] = spread([mine / plain for mine, plain in zip(samples[name], samples["plain DDP"], strict=True)])
     result["dense_holds"] = result["dense_over_plain"]["median"] <= MOST_DENSE_OVER_PLAIN
     return result
 
@@ -91,17 +91,17 @@ def time_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict
         oktopk.attach(models["sparse phase"], algorithm, dense_steps=0),
     ]
     x = torch.randn(batch, width, generator=torch.Generator().manual_seed(dist.get_rank()))
-    laps: dict[str, list[float]] = {name: [] for name in models}
+    samples: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(WARM_UP + rounds):
         for name, model in models.items():
             model.zero_grad()
             dist.barrier()
             start = time.perf_counter()
             model(x).square().mean().backward()
-            laps[name].append(time.perf_counter() - start)
+            samples[name].append(time.perf_counter() - start)
     for handle in attached:
         handle.detach()
-    return {name: seconds[WARM_UP:] for name, seconds in laps.items()}
+    return {name: seconds[WARM_UP:] for name, seconds in samples.items()}
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -48,6 +48,15 @@ def test_settings_that_cannot_be(name: str, settings: dict[str, Any], says: str)
         ok.make_algorithm(name, **settings)
 
 
+@pytest.mark.parametrize(("name", "settings"), [
+    ("topka", {"density": 1}), ("oktopk", {"slack": 1}), ("oktopk", {"rescale_every": 1}),
+    *(("oktopk_paper", {setting: 1}) for each in OF_PAPER for setting in each),
+], ids=str)  # fmt: skip
+def test_settings_at_their_limit_are_taken(name: str, settings: dict[str, Any]) -> None:
+    algorithm = ok.make_algorithm(name, **settings)
+    assert all(getattr(algorithm, setting) == value for setting, value in settings.items())
+
+
 def test_more_that_cannot_be_set() -> None:
     with pytest.raises(SettingError, match="Did you mean 'oktopk'"):
         ok.run_local(1, lambda comm: Reducer("oktop", comm))

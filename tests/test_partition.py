@@ -55,6 +55,7 @@ def test_the_consensus_is_the_mean_of_all_cuts_and_the_same_everywhere(chosen: l
     ([0, 100, 200, 300, 400], range(0, 400, 4), [25, 25, 25, 25], [0, 100, 200, 300, 400], 4),  # fair already
     ([0, 3, 10], [], [5, 5], [0, 3, 10], 0),  # nothing was delivered
     ([0, 3, 10], [1, 7], [0, 0], [0, 3, 10], 0),  # nothing was asked for
+    ([0, 3, 10], [1, 7], [0, 4], [0, 7, 10], 0),  # of the last element alone
 ])  # fmt: skip
 def test_rebalanced_cuts_follow_the_demand(cuts: Any, index: Any, demand: Any, expected: Any, within: int) -> None:
     again = rebalanced_cuts(torch.tensor(cuts), torch.tensor(list(index), dtype=torch.int64), demand)

@@ -89,7 +89,19 @@ def test_the_sampled_threshold_is_near_k() -> None:
     assert len(set(thresholds)) == 6
     assert torch.equal(torch.random.get_rng_state(), random_state)
     small = Ranking.by_magnitude(20_000)  # of which the sample is the whole
-    assert selection.sampled_threshold(acc[:20_000], 200, small, seed=9) == exact_threshold(acc[:20_000], 200, small)
+    for few in (200, selection.SAMPLE_HITS):
+        exact = exact_threshold(acc[:20_000], few, small)
+        assert selection.sampled_threshold(acc[:20_000], few, small, seed=9) == exact
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 8])
+def test_half_of_an_owners_share_goes_to_all_elements_in_rotation(share: int) -> None:
+    every = selection.TURN_EVERY
+    scores = [selection.turns_first_(torch.zeros(11), share, step) for step in range(11 * every)]
+    first = torch.stack(scores) == torch.finfo(torch.float32).max
+    counts = [max(share // 2, 1) if step % every == every - 1 else 0 for step in range(11 * every)]
+    assert first.sum(1).tolist() == counts
+    assert bool(first.any(0).all())
 
 
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.5])

@@ -179,11 +179,15 @@ def test_an_exchange_in_every_step_is_dense_training():
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.data())
-def test_parts_have_every_name_once_and_none_is_empty(sizes, data):
+def test_parts_have_every_name_once_and_none_is_empty_nor_much_too_large(sizes, data):
     names = {str(i): size for i, size in enumerate(sizes)}
     parts = split_evenly(names, data.draw(st.integers(1, len(sizes))))
     assert [name for part in parts for name in part] == list(names)
     assert all(parts)
+    totals = [sum(names[name] for name in part) for part in parts]
+    for i, (part, total) in enumerate(zip(parts, totals, strict=True)):
+        share = sum(totals[i:]) / (len(parts) - i)  # of what the parts before have left
+        assert len(part) == 1 or total - names[part[-1]] / 2 <= share
 
 
 @pytest.mark.parametrize(("every", "fragments", "delay"), [(1, 1, 0), (5, 3, 1), (4, 4, 1), (7, 2, 3)])

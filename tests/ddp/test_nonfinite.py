@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from oktopk import Dense, OkTopk, TopkA
 from tests.cases import COVER, algorithms
 from tests.ddp.accounts import any_left, check_same_on_all_ranks, grads_of, same_bits, weights_of
-from tests.ddp.harness import attach, check_words, error_of, on_ranks
+from tests.ddp.harness import attach, check_words, end_now, error_of, on_ranks, started
 from tests.ddp.nets import BRAIN, DOUBLE, HALF, SINGLE, Net, descend_, step_
+from tests.harness import JOB_TIMEOUT_S
 
 SPARSE, DENSE = "body.0.weight", "body.0.bias"
 DENSE_STEPS = 3
@@ -101,6 +102,27 @@ def test_a_run_with_a_skipped_step_ends_as_one_without_that_step():
     """TopkA has no state of its own, so that nothing at all may differ."""
     runs = (Accident(algorithm=TopkA(density=0.05), happens=happens) for happens in (True, False))
     assert same_bits(*(train_through(run, "skip") for run in runs))
+
+
+def first_backward(rank, pipe):
+    """Send the number that autograd gives to the first backward() of a process, and the error that ends it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=1)
+    model, numbers = DDP(torch.nn.Linear(4, 1)), []
+    attach(model, OKTOPK)
+    model.module.weight.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+    pipe.send((error_of(model(torch.full((1, 4), math.nan)).sum().backward), *numbers))
+
+
+@pytest.mark.processes
+def test_the_first_backward_of_a_process_raises_the_error_itself():
+    pipes, processes = started(1, first_backward)
+    try:
+        assert pipes[0].poll(JOB_TIMEOUT_S), "the process does not answer"
+        raised, number = pipes[0].recv()
+    finally:
+        end_now(pipes, processes)
+    assert number == 0  # which is not the number outside of backward(), -1
+    assert raised.startswith("NonFiniteError: ")
 
 
 def reduced(dtype, values, pending=0.0, **settings):

@@ -31,7 +31,7 @@ UP = "lighthouse.up"
 
 
 def serve_lighthouse(host: Host, patience: Patience, folder: str) -> None:
-    """Be the lighthouse, until this process is ended."""
+    """Run the lighthouse until this process is ended."""
     host.enter()
     _write_errors_to(Path(folder) / "lighthouse.err")
     lighthouse = Lighthouse(f"{host.address}:{PORT}", 1, patience)
@@ -132,7 +132,7 @@ def digest_of(net: nn.Module) -> str:
 
 
 def _write_errors_to(path: Path) -> None:
-    """Send what this process and its libraries say into a file; torchft says much."""
+    """Redirect the output of this process and its libraries to a file, because torchft logs much."""
     file = path.open("w", buffering=1)
     sys.stderr = file
     for stream in (1, 2):

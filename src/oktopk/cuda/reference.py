@@ -411,7 +411,7 @@ def _layouts(layouts: Tensor, blocks: int) -> Sequence[Layout]:
 
 
 def _unpacked(block: Tensor, count: int, layout: Layout) -> tuple[Tensor, bool]:
-    """Return `count` indices of a block, and whether it has so many."""
+    """Return `count` indices of a block, and whether it has that many."""
     if layout.low_bits == PLAIN:
         return block[HEADER_WORDS : HEADER_WORDS + count], True
     place = bits_of(block[layout.highs_at : layout.scales_at]).nonzero().view(-1)

@@ -47,7 +47,7 @@ OUTER: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
 
 
 class LocalSteps(Handle):
-    """Inner steps without communication, and every so many of them an exchange. All workers construct it alike.
+    """Inner steps without communication, and an exchange after every H of them. All workers construct it alike.
 
     model           a module, whose weights are the same on all workers; or one that the ranks of a worker share, by DDP
                     or `fully_shard`

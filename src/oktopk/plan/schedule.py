@@ -137,7 +137,7 @@ def tree(num_bytes: float, size: int) -> Schedule:
 
 
 def crossings(schedule: Schedule, each: Round, block: int) -> int:
-    """Return the messages of a round that pass the busiest link, each way, of a block of so many ranks.
+    """Return the messages of a round that pass the busiest link, each way, of `block` ranks.
 
     >>> eight, pairs = schedule_of([Call("all_to_all", 7)], 8), schedule_of([Call("all_gather", 1)], 2, stride=4)
     >>> crossings(eight, eight.rounds[0], 4), crossings(pairs, pairs.rounds[0], 4)

@@ -32,7 +32,7 @@ class Level:
         within(f"latency of level {self.name!r}", self.latency_s, 0)
 
     def wire_s(self, num_bytes: float) -> float:
-        """Return the seconds that a link needs for so many bytes of payload."""
+        """Return the seconds that a link needs for `num_bytes` of payload."""
         return 8e-6 * num_bytes / (self.mbit * PAYLOAD) if self.mbit else 0.0
 
 

@@ -147,13 +147,12 @@ def train(
     with exit_on_error(_rank(), failed=(DivergedError, PeerError)):
         given |= parse_pairs(set_)
         job, workers = _resumed(resume, given) if resume else _fresh(given, runs, name)
+        if lighthouse is not None and elastic is None:
+            raise SettingError("--lighthouse is where the members of an elastic run meet: give --elastic MIN:MAX, too")
+        place = _place(nproc) if elastic is None else None
         if elastic is not None:
             _start_elastic(job, bounds_of(elastic), lighthouse, nproc or workers, max_restarts, dry_run)
-            return
-        if lighthouse is not None:
-            raise SettingError("--lighthouse is where the members of an elastic run meet: give --elastic MIN:MAX, too")
-        place = _place(nproc)
-        if dry_run:
+        elif dry_run:
             _dry_run(job, place.size if place else nproc or workers)
         elif place is not None:
             work(job, place)

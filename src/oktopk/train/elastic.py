@@ -59,7 +59,7 @@ class Progress:
 
 
 def share_of(left: int, most: int, size: int, rank: int) -> tuple[int, range]:
-    """Return the samples of a step when so many are left, and which of them are this member's.
+    """Return how many of the `left` samples a step takes, and which of them are this member's.
 
     >>> share_of(left=10, most=2, size=3, rank=1), share_of(left=4, most=2, size=3, rank=2)
     ((6, range(2, 4)), (4, range(2, 4)))

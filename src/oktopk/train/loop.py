@@ -213,7 +213,7 @@ class Trainer:
         return "dense" if self.config.is_dense or step < self.config.dense_steps else "sparse"
 
     def _rates(self, phase: str, before: int = 0) -> Rates:
-        """Return the rates of the next step, or of one so many steps before it in its epoch."""
+        """Return the rates of the next step, or of one that is `before` steps earlier in its epoch."""
         part = (self.progress.step_of_epoch - before + 0.5) / self.plan.steps_per_epoch
         return self.config.rates_at(self.progress.epoch, phase, part, self.place.size)
 

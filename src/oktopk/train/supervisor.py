@@ -75,7 +75,7 @@ class _Supervisor:
         limits = f"{bounds.least}:{bounds.most}"
         self._command = [sys.executable, "-m", "oktopk", "worker", str(run), "--elastic", limits, "--lighthouse", url]
         self._environment = {**os.environ, STARTER: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
-        self._bounds, self._say = bounds, say
+        self._say = say
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def supervise(self, workers: int, max_restarts: int) -> None:

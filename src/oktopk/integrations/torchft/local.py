@@ -33,7 +33,7 @@ TRIES = 100
 
 
 class LocalSteps:
-    """Inner steps without communication, and every so many of them an exchange among the members of a quorum.
+    """Inner steps without communication, and an exchange among the members of a quorum after every H of them.
 
     manager           a torchft Manager with use_async_quorum=False; its timeouts must exceed the time of `every` steps
     checkpoint_step   exchanges of the run's newest checkpoint: a quorum of members that are all before it is refused
