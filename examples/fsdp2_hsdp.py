@@ -1,7 +1,7 @@
 """Sharded inside a node, sparse between nodes: torchrun --nproc-per-node 4 examples/fsdp2_hsdp.py
 
 Two replicas of two shards each. On a real cluster the shard dimension is the ranks of one node. The lines with oktopk
-and the dimensions of the mesh are the only ones that an FSDP2 script does not have already.
+are the only ones that a script of native HSDP does not have already.
 """
 
 import torch
@@ -21,9 +21,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    fully_shard(model[2], mesh=mesh["shard"])  # not the whole mesh, or FSDP itself sums over the replicas
-    fully_shard(model, mesh=mesh["shard"])
-    sparse = oktopk.attach(model, oktopk.OkTopk(density=0.05), dense_steps=DENSE_STEPS, mesh=mesh["replicate"])
+    fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sparse = oktopk.attach(model, oktopk.OkTopk(density=0.05), dense_steps=DENSE_STEPS)
     assert sparse.active
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     samples = torch.Generator().manual_seed(dist.get_rank())

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
@@ -51,12 +51,20 @@ def mesh_of(size):
     return init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(net, mesh, **options):
-    """Make a unit of each child that has parameters, and of the net."""
+def shard(net, mesh, sums=(), **options):
+    """Make a unit of each child that has parameters, and of the net.
+
+    A mesh of replicas alone is for replicate(). `sums`: the calls that make FSDP sum, which torchtitan makes.
+    """
+    wrap = replicate if mesh.mesh_dim_names == ("replicate",) else fully_shard
     for child in (*net.children(), *(net.layers if isinstance(net, Chain) else ())):
         if any(True for _ in child.parameters(recurse=False)):
-            fully_shard(child, mesh=mesh, **options)
-    return fully_shard(net, mesh=mesh, **options)
+            wrap(child, mesh=mesh, **options)
+    wrap(net, mesh=mesh, **options)
+    for module in (each for each in net.modules() if isinstance(each, FSDPModule)):
+        for name, value in sums:
+            getattr(module, name)(value)
+    return net
 
 
 def backward(model, step, factor=1.0):
@@ -66,6 +74,12 @@ def backward(model, step, factor=1.0):
 
 def local(tensor):
     return tensor.detach().to_local().reshape(-1).clone()
+
+
+def whole_mesh(size):
+    """Return the mesh of native HSDP, or of native replicate() if nothing is sharded."""
+    mesh = mesh_of(size)
+    return mesh["replicate"] if size[1] == 1 else mesh
 
 
 def weights_of(model):
@@ -86,19 +100,22 @@ def train(model, first=0, end=STEPS, optimizer=None, backwards=1):
     return weights_of(model)
 
 
-def attached_model(size, net=Net, algorithm=SPARSE, options=None, **settings):
+def attached_model(size, net=Net, algorithm=SPARSE, options=None, as_native=False, **settings):
+    """Return a model and its handle; `as_native`: FSDP has the mesh of native HSDP, or of replicate()."""
     mesh = mesh_of(size)
-    model = shard(net(), mesh["shard"], **(options or {}))
-    return model, attach(model, algorithm, mesh=mesh["replicate"], **settings)
+    model = shard(net(), whole_mesh(size) if as_native else mesh["shard"], **(options or {}))
+    return model, attach(model, algorithm, mesh=None if as_native else mesh["replicate"], **settings)
 
 
-def check_equals_native(size, cases):
+def check_equals_native(size, cases, as_native=False):
     for net, algorithm, dense_steps, options, backwards in cases:
-        native = train(shard(net(), mesh_of(size), **options), backwards=backwards)
-        model, attached = attached_model(size, net, algorithm, options, dense_steps=dense_steps)
-        assert same_bits(train(model, backwards=backwards), native), (net, algorithm, options)
+        native = shard(net(), whole_mesh(size), **options)
+        model, attached = attached_model(size, net, algorithm, options, as_native, dense_steps=dense_steps)
+        case = (net, algorithm, options)
+        assert same_bits(train(model, backwards=backwards), train(native, backwards=backwards)), case
         assert attached.step == STEPS * backwards
         attached.detach()
+        assert same_bits(train(model, end=2), train(native, end=2)), case
 
 
 ALL = 10**6  # dense steps
@@ -124,6 +141,30 @@ def test_other_grids_equal_native_hsdp(six, size, cases):
     six.run(6, check_equals_native, size, cases)
 
 
+SUMS = {"sums": [("set_gradient_divide_factor", 1.0), ("set_force_sum_reduction_for_comms", True)]}
+SUMS_OF_MEANS = {"sums": [("set_gradient_divide_factor", 2)]}  # gloo takes this of two shards, and no other alone
+SUMS_IN_BRAIN = {**SUMS, "mp_policy": REDUCE_BRAIN}
+EXACT_SUMS = [(ODD, OkTopk(density=1.0), 0, SUMS, 1), (ODD, OkTopk(density=1.0), 0, SUMS_OF_MEANS, 1)]
+DENSE_SUMS = [(Net, SPARSE, ALL, options, 1) for options in (SUMS, SUMS_OF_MEANS, SUMS_IN_BRAIN)]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        pytest.param((2, 2), EXACT[1:], id="2-D mesh"),
+        pytest.param((2, 2), [*EXACT, *DENSE, BRAIN_TWICE, TWICE], marks=slow, id="2-D mesh, slow"),
+        pytest.param((2, 2), EXACT_SUMS[:1], id="sums"),
+        pytest.param((2, 2), [*EXACT_SUMS, *DENSE_SUMS], marks=slow, id="sums, slow"),
+        pytest.param((2, 1), EXACT[1:], id="replicate()"),
+        pytest.param((2, 1), [*EXACT, *DENSE, BRAIN_TWICE, TWICE, EXACT_SUMS[0]], marks=slow, id="replicate(), slow"),
+        pytest.param((4, 1), [*DENSE, BRAIN_TWICE, DENSE_SUMS[0]], marks=slow, id="replicate() on 4"),
+    ],
+)
+def test_a_model_that_would_sum_over_the_replicas_itself_equals_native_hsdp(worlds, size, cases):
+    """As a whole mesh or replicate() do, and torchtitan, which divides by the number of tokens itself."""
+    worlds.run(size[0] * size[1], check_equals_native, size, cases, True)
+
+
 def mean_over_replicas(tensors, size):
     """Return the mean, in float64, over the ranks that have this rank's shard."""
     replicas = gathered(tensors)[dist.get_rank() % size[1] :: size[1]]
@@ -137,9 +178,10 @@ def trimmed(residual, model):
     return {name: tensor[: lengths[name]] for name, tensor in residual.items()}
 
 
-def check_nothing_is_lost(size, net, options, backwards, settings):
-    model, attached = attached_model(size, net, options=options, **settings)
+def check_nothing_is_lost(size, net, options, backwards, as_native, settings):
+    model, attached = attached_model(size, net, options=options, as_native=as_native, **settings)
     alone = shard(net(), mesh_of(size)["shard"], **options)  # sums over the shards only
+    replicas = size[0] if "sums" in options else 1  # whose mean is made here
     applied = {name: torch.zeros_like(each).double() for name, each in weights_of(model).items()}
     wanted, magnitude = ({name: each.clone() for name, each in applied.items()} for _ in range(2))
     for step in range(12):
@@ -148,7 +190,7 @@ def check_nothing_is_lost(size, net, options, backwards, settings):
             for part in range(backwards):
                 backward(each, backwards * step + part)
         for name, grad in grads_of(model).items():
-            applied[name] += grad.double()
+            applied[name] += grad.double() / replicas
         for name, grad in mean_over_replicas(grads_of(alone), size).items():
             wanted[name] += grad
             magnitude[name] += grad.abs()
@@ -161,18 +203,20 @@ def check_nothing_is_lost(size, net, options, backwards, settings):
 
 
 @pytest.mark.parametrize(
-    ("net", "options", "backwards"),
+    ("net", "options", "backwards", "as_native"),
     [
-        (ODD, {}, 1),
-        pytest.param(Net, {"mp_policy": REDUCE_BRAIN}, 1, marks=slow),
-        pytest.param(Net, {"mp_policy": REDUCE_BRAIN}, 2, marks=slow),
-        pytest.param(Net, {}, 3, marks=slow),
+        (ODD, {}, 1, False),
+        pytest.param(Net, {"mp_policy": REDUCE_BRAIN}, 1, False, marks=slow),
+        pytest.param(Net, {"mp_policy": REDUCE_BRAIN}, 2, False, marks=slow),
+        pytest.param(Net, {}, 3, False, marks=slow),
+        pytest.param(Net, SUMS_IN_BRAIN, 2, True, marks=slow),
+        pytest.param(ODD, SUMS, 1, True, marks=slow),
     ],
 )
-def test_nothing_is_lost_and_all_replicas_of_a_shard_get_the_same_bits(worlds, net, options, backwards):
-    dense_steps = 0 if options else 2  # a dense step in bfloat16 rounds, as native HSDP's
+def test_nothing_is_lost_and_all_replicas_of_a_shard_get_the_same_bits(worlds, net, options, backwards, as_native):
+    dense_steps = 0 if "mp_policy" in options else 2  # a dense step in bfloat16 rounds, as native HSDP's
     settings = {"exclude": "*bias", "dense_steps": dense_steps}
-    worlds.run(4, check_nothing_is_lost, (2, 2), net, options, backwards, settings)
+    worlds.run(4, check_nothing_is_lost, (2, 2), net, options, backwards, as_native, settings)
 
 
 @contextmanager
@@ -194,8 +238,9 @@ def spoilt(layer):
         handle.remove()
 
 
-def check_nan_changes_nothing(size, on_nonfinite, steps):
-    model, attached = attached_model(size, exclude="*bias", dense_steps=2, on_nonfinite=on_nonfinite)
+def check_nan_changes_nothing(size, on_nonfinite, steps, as_native):
+    settings = {"exclude": "*bias", "dense_steps": 2, "on_nonfinite": on_nonfinite}
+    model, attached = attached_model(size, as_native=as_native, **settings)
     train(model, end=steps[0])
     for step in range(steps[0], 6):
         model.zero_grad()
@@ -209,7 +254,8 @@ def check_nan_changes_nothing(size, on_nonfinite, steps):
                 assert not said
                 assert not any_left(grads_of(model))
             else:
-                check_words(said, "NonFiniteError: shard ", "rank 0: the gradient of 'body.2.weight' is not finite")
+                replica = 1 // size[1]
+                check_words(said, "NonFiniteError: shard ", f"rank {replica}: the gradient of 'body.2.weight'")
                 assert len(set(gathered(said))) == 1
         else:
             assert not said
@@ -218,9 +264,16 @@ def check_nan_changes_nothing(size, on_nonfinite, steps):
     attached.detach()
 
 
-@pytest.mark.parametrize("on_nonfinite", ["raise", pytest.param("skip", marks=slow)])
-def test_a_nan_on_one_rank_changes_nothing_on_any_replica_of_any_shard(worlds, on_nonfinite):
-    worlds.run(4, check_nan_changes_nothing, (2, 2), on_nonfinite, (1, 4))
+@pytest.mark.parametrize(
+    ("size", "on_nonfinite"),
+    [
+        ((2, 2), "raise"),
+        pytest.param((2, 2), "skip", marks=slow),
+        pytest.param((4, 1), "raise", marks=slow),
+    ],
+)
+def test_a_nan_on_one_rank_changes_nothing_on_any_replica_of_any_shard(worlds, size, on_nonfinite):
+    worlds.run(4, check_nan_changes_nothing, size, on_nonfinite, (1, 4), size[1] == 1)
 
 
 def check_clip(size, clip=0.05):
@@ -265,10 +318,6 @@ def attaching(model, dims="replicate", **settings):
     return attach(model, mesh=mesh_of((2, 2))[dims], **settings)
 
 
-def replicated():
-    return replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
-
-
 def with_another_hook():
     model = sharded()
     model.branch.set_all_reduce_hook(lambda _: None)
@@ -311,8 +360,7 @@ REFUSED = [
     (lambda: attach(sharded()), ("mesh= wants", SHARD_IT)),
     (lambda: attach(sharded(), mesh=mesh_of((2, 2))), ("2 dimensions", SHARD_IT)),
     (lambda: attaching(sharded(), "shard"), ("mesh= has ranks [0, 1] on rank 0", SHARD_IT)),
-    (lambda: attaching(sharded(("replicate", "shard"))), ("2-D mesh", SHARD_IT)),
-    (lambda: attaching(replicated()), ("replicate()", SHARD_IT, "size 1")),
+    (lambda: attaching(sharded(("replicate", "shard")), "shard"), ("other ranks", "leave it out")),
     (lambda: attaching(of_several_groups()), ("several parameter groups",)),
     (lambda: attaching(sharded(net=lambda: Net().to(DOUBLE))), ("float64", "MixedPrecisionPolicy(reduce_dtype=")),
     (lambda: attaching(sharded(), group=dist.group.WORLD), ("group= is for DDP",)),
@@ -322,9 +370,20 @@ REFUSED = [
     *(
         (
             partial(in_turn, lambda model: model.exit.set_force_sum_reduction_for_comms(True)),
-            ("'exit'", "divide factor"),
+            ("'exit'", "set_gradient_divide_factor(1.0), too"),
         )
         for in_turn in (in_backward, before)
+    ),
+    *(
+        (
+            partial(in_turn, lambda model: model.exit.set_requires_all_reduce(False)),
+            ("'exit'", "set_requires_gradient_sync(False)"),
+        )
+        for in_turn in (in_backward, before)
+    ),
+    (
+        lambda: in_backward(lambda model: model.exit.set_gradient_divide_factor(2)),
+        ("'exit'", "divide factor", "attach again"),
     ),
     (
         lambda: in_backward(lambda model: model.exit.bias.register_post_accumulate_grad_hook(lambda _: None)),
@@ -377,13 +436,14 @@ def test_an_error_in_one_ranks_exchange_ends_all_and_names_its_cause():
         check_ended(mortals, [0, 1, 2, 3], at)
 
 
-def session(size, seed):
-    model, attached = attached_model(size, partial(Net, seed=seed), dense_steps=2, exclude="*bias")
+def session(size, seed, as_native=False):
+    net = partial(Net, seed=seed)
+    model, attached = attached_model(size, net, as_native=as_native, dense_steps=2, exclude="*bias")
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), attached
 
 
-def stop_and_resume(size, folder):
-    model, optimizer, attached = session(size, 0)
+def stop_and_resume(size, folder, as_native):
+    model, optimizer, attached = session(size, 0, as_native)
     train(model, 0, 5, optimizer)
     saved = through_a_file(attached.state_dict())
     assert {"shard": dist.get_rank() % size[1], "shards": size[1]}.items() <= saved.items()
@@ -392,7 +452,7 @@ def stop_and_resume(size, folder):
     torch.distributed.checkpoint.save({"net": weights, "optimizer": momenta}, checkpoint_id=folder / "net")
     end = train(model, 5, 10, optimizer) | {f"residual {name}": each for name, each in attached.residual.items()}
     for load in (lambda handle: handle.load_state_dict(saved), lambda handle: load_distributed(folder, handle)):
-        model, optimizer, attached = session(size, 1)
+        model, optimizer, attached = session(size, 1, as_native)
         weights, momenta = get_state_dict(model, optimizer)
         torch.distributed.checkpoint.load({"net": weights, "optimizer": momenta}, checkpoint_id=folder / "net")
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momenta)
@@ -417,8 +477,8 @@ def save_owed(size, folder):
     return owed_by_all(model, attached)
 
 
-def load_owed(size, folder, owed):
-    model, optimizer, attached = session(size, 1)
+def load_owed(size, folder, owed, as_native):
+    model, optimizer, attached = session(size, 1, as_native)
     load_distributed(folder, attached)
     ours = owed_by_all(model, attached)
     assert any_left(ours)
@@ -428,12 +488,15 @@ def load_owed(size, folder, owed):
 
 
 @slow
-def test_a_resumed_run_ends_with_the_same_bits(worlds, tmp_path):
-    worlds.run(4, stop_and_resume, (2, 2), tmp_path)
+@pytest.mark.parametrize(("size", "as_native"), [((2, 2), False), ((2, 2), True), ((4, 1), True)])
+def test_a_resumed_run_ends_with_the_same_bits(worlds, tmp_path, size, as_native):
+    worlds.run(4, stop_and_resume, size, tmp_path, as_native)
 
 
 @slow
 def test_a_resized_run_owes_the_same(worlds, six, tmp_path):
     owed = worlds.run(4, save_owed, (2, 2), tmp_path)[0]
     for pool, size in ((six, (3, 2)), (six, (2, 3)), (worlds, (2, 1)), (worlds, (1, 2)), (worlds, (1, 4))):
-        pool.run(size[0] * size[1], load_owed, size, tmp_path, owed)
+        pool.run(size[0] * size[1], load_owed, size, tmp_path, owed, False)
+    for pool, size in ((six, (3, 2)), (worlds, (2, 1)), (worlds, (4, 1))):  # with one shard by replicate()
+        pool.run(size[0] * size[1], load_owed, size, tmp_path, owed, True)

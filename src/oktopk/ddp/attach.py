@@ -56,7 +56,8 @@ def attach(
 ) -> Attached:
     """Make DDP or FSDP exchange gradients with `algorithm`; return the handle to it. All ranks call this alike.
 
-    model               a DistributedDataParallel model, or one sharded by `fully_shard` over the shard dimension alone
+    model               a DistributedDataParallel model, or one of FSDP2: by `fully_shard` on a 2-D mesh or on the shard
+                        dimension alone, or by `replicate`
     algorithm           an algorithm, the name of one, or any object with its `init` and `reduce`; default: OkTopk()
     dense_steps         steps before the first sparse one; they flush whatever residual there is
     exclude             what travels dense: glob patterns of names, predicates of (name, parameter), or several of both;
@@ -75,7 +76,7 @@ def attach(
     sparse_momentum     that momentum, where the optimizer's own is not less; default: 0.5
     sinks               where the records go: `JsonlSink`, `TensorBoardSink`, `MemorySink`, or any callable
     group               a process group for the exchange alone (default: a new one with the ranks of the model's)
-    mesh                FSDP: the replicate dimension of the mesh, along which each shard is exchanged
+    mesh                FSDP on the shard dimension alone: the replicate dimension, along which shards are exchanged
     timeout             seconds after which a rank that waits for another gives up
     """
     wrapper = _wrapper_of(model, group, mesh)

@@ -427,6 +427,7 @@ class Engine:
         return {
             "the parameters": [f"{name} {tuple(p.shape)} {dtypes[name]}" for name, p in self.parameters.items()],
             **self.config.settings(),
+            "what units deliver": ["sums" if group.sums else "means" for group in self.groups],
             "the parameters that travel dense": [name for group in self.groups for name in group.dense_names],
             "the step": self.next_step,
             "the device path": self.on_device,

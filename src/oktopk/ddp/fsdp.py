@@ -3,6 +3,9 @@
 FSDP2 on the shard dimension sums a unit's gradients inside a node and hands each rank its shard, one flat tensor, to
 the unit's all-reduce hook. It then makes the shards' gradients views of that tensor and reads nothing before backward()
 is over. So the hook gives the tensor to the worker thread and returns, and a callback at the end of backward() waits.
+
+On a 2-D mesh, and by replicate(), FSDP would sum over the replicas before the hook. It does so where a unit's mesh has
+them (`mesh_info`), so that a unit which is attached gets a view of its mesh that has not.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from oktopk.errors import SettingError
 from oktopk.steps import ParamGroup, slot_of
 
 REDUCE_DTYPES = (torch.float32, torch.bfloat16)
+NATIVE = "_oktopk_native"
+"""Name of the attribute that keeps FSDP's own view of a mesh on the one that takes its place."""
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of names that activation checkpointing and torch.compile add, which state must not depend on."""
 
@@ -61,6 +66,28 @@ class Unit:
         return {name: each.sharded_param for name, each in zip(self.names, self.fsdp_params, strict=True)}
 
     @property
+    def mesh_info(self) -> Any:
+        """FSDP's own view of the unit's mesh, also where `leave_replicas_` has put another in its place."""
+        info = self.param_group.mesh_info
+        return getattr(info, NATIVE, info)
+
+    @property
+    def knows_replicas(self) -> bool:
+        """Whether FSDP itself would sum over the replicas: a 2-D mesh, or replicate()."""
+        return hasattr(self.mesh_info, "replicate_process_group")
+
+    @property
+    def shards(self) -> list[int]:
+        """The ranks that have the other shards of this rank's replica, and itself."""
+        group = getattr(self.mesh_info, "shard_process_group", None)
+        return [dist.get_rank()] if group is None else sorted(dist.get_process_group_ranks(group))
+
+    @property
+    def sums(self) -> bool:
+        """Whether the replicas are summed, as FSDP does where it has a divide factor, which its own sum takes."""
+        return self.param_group.gradient_divide_factor is not None
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the tensor that the hook gets."""
         policy = self.param_group.mp_policy
@@ -75,20 +102,46 @@ class Unit:
     def make_group(self) -> ParamGroup:
         """Return the group of the unit's shards."""
         shards = zip(self.names, (torch.empty(size, device="meta") for size in self.sizes), strict=True)
-        return ParamGroup([slot_of(*shard) for shard in shards], self.reduce_dtype, self.param_group.device)
+        group = ParamGroup([slot_of(*shard) for shard in shards], self.reduce_dtype, self.param_group.device)
+        group.sums = self.sums
+        return group
 
-    def check_divisor(self) -> None:
-        """Refuse a unit whose hook does not get the mean over the shards."""
+    def leave_replicas_(self) -> None:
+        """Make FSDP sum over the shards alone, and hand the result to the hook, where it would sum over all ranks."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
+
+        unit, native = self.param_group, self.mesh_info
+        if not self.knows_replicas or unit.mesh_info is not native:
+            return
+        if hasattr(native, "shard_process_group"):
+            alone: Any = FSDPMeshInfo(native.mesh, shard_mesh_dim=native.shard_mesh_dim)
+            alone.reduce_scatter_process_group = native.reduce_scatter_process_group
+        else:
+            alone = DataParallelMeshInfo(native.mesh, replicate_mesh_dim=native.replicate_mesh_dim)
+        setattr(alone, NATIVE, native)
+        unit.mesh_info = alone
+        if unit.post_forward_mesh_info is native:  # FSDP compares the two
+            unit.post_forward_mesh_info = alone
+
+    def check_sum(self) -> None:
+        """Refuse a unit whose gradients FSDP would divide after the hook, or that it would not hand over."""
         unit = self.param_group
-        if unit.gradient_divide_factor is not None or unit.force_sum_reduction_for_comms:
+        if unit.force_sum_reduction_for_comms and unit.gradient_divide_factor != 1:
             raise SettingError(
-                f"unit {self.name!r} has a gradient divide factor, or sums only: oktopk makes the mean over all ranks. "
-                "Leave out set_gradient_divide_factor and set_force_sum_reduction_for_comms, and scale the loss"
+                f"unit {self.name!r} sums only, so that FSDP divides after the exchange: leave out "
+                "set_force_sum_reduction_for_comms, or call set_gradient_divide_factor(1.0), too, and scale the loss"
+            )
+        if not unit.all_reduce_grads:
+            raise SettingError(
+                f"unit {self.name!r} is not to be summed over the replicas, which oktopk does in every backward(): "
+                "accumulate with set_requires_gradient_sync(False), not set_requires_all_reduce(False)"
             )
 
-    def check(self, reduced: Tensor) -> None:
+    def check(self, reduced: Tensor, sums: bool) -> None:
         """Refuse a tensor whose layout is not known, or that is read before backward() is over."""
-        self.check_divisor()
+        self.check_sum()
+        if self.sums != sums:
+            raise SettingError(f"unit {self.name!r} has got a gradient divide factor, or lost it: attach again")
         numel = sum(size.numel() for size in self.sizes)
         if reduced.numel() != numel:
             raise SettingError(
@@ -150,12 +203,12 @@ class UnitHook:
         self.target: Any = None
         self._backward: _Backward | None = None
 
-    def __call__(self, unit: Unit, reduced: Tensor) -> None:
+    def __call__(self, unit: Unit, sums: bool, reduced: Tensor) -> None:
         """Take the shard of a unit from FSDP, on the autograd thread."""
-        if self.target is None:
-            dist.all_reduce(reduced, dist.ReduceOp.AVG, self._replicas)  # as native HSDP
+        if self.target is None:  # as native HSDP
+            dist.all_reduce(reduced, dist.ReduceOp.SUM if sums else dist.ReduceOp.AVG, self._replicas)
             return
-        unit.check(reduced)
+        unit.check(reduced, sums)
         graph = torch._C._current_graph_task_id()
         if self._backward is None or self._backward.graph != graph:  # one that raised leaves its own behind
             self._backward = _Backward(graph, Future())
@@ -191,8 +244,9 @@ class FSDPWrapper:
             raise SettingError("group= is for DDP: with FSDP leave it out, and attach makes groups of its own")
         self.name, self._model = type(model).__name__, weakref.ref(model)
         self._units = _units_of(model)
-        self._replicas, self._shards = _ranks_of(mesh), _ranks_of(self._units[0].param_group.mesh_info.mesh)
-        self._hook = hook_of(model) or UnitHook(model, mesh.get_group())  # type: ignore[union-attr]
+        replicas = _replicas_of(self._units[0], mesh)
+        self._replicas, self._shards = sorted(dist.get_process_group_ranks(replicas)), self._units[0].shards
+        self._hook = hook_of(model) or UnitHook(model, replicas)
         if self._hook.target is not None:
             raise SettingError("oktopk is attached to this model already: detach() first")
 
@@ -222,7 +276,8 @@ class FSDPWrapper:
     def register(self, target: Any) -> None:
         """Make `target` take the gradients of all units."""
         for unit in self._units:
-            unit.param_group._all_reduce_hook = partial(self._hook, unit)
+            unit.leave_replicas_()
+            unit.param_group._all_reduce_hook = partial(self._hook, unit, unit.sums)
         setattr(self._model(), HOOK, self._hook)
         self._hook.target = target
 
@@ -253,7 +308,7 @@ def _units_of(model: nn.Module) -> list[Unit]:
     with_gradients = [unit for unit in units.values() if unit.names]
     if not with_gradients:
         raise SettingError("attach wants a model with parameters that require gradients")
-    if len({tuple(_ranks_of(unit.param_group.mesh_info.mesh)) for unit in with_gradients}) > 1:
+    if len({(unit.mesh_info.mesh, unit.knows_replicas) for unit in with_gradients}) > 1:
         raise SettingError(f"the units of this model are sharded over several meshes: give all the same, {SHARD_IT}")
     return with_gradients
 
@@ -270,19 +325,13 @@ def _param_groups_of(module: Any, name: str) -> list[Any]:
 
 def _check_unit(unit: Unit) -> None:
     """Refuse a unit whose hook would not get one rank's shard of the mean over the shards."""
-    mesh_info, hook = unit.param_group.mesh_info, unit.param_group._all_reduce_hook
-    if hasattr(mesh_info, "replicate_mesh_size"):
-        how = "sharded over a 2-D mesh" if hasattr(mesh_info, "shard_mesh_size") else "replicated by replicate()"
-        raise SettingError(
-            f"unit {unit.name!r} is {how}, so that FSDP itself sums over the replicas: use {SHARD_IT}, with a "
-            "dimension of size 1 if nothing is to be sharded"
-        )
+    hook = unit.param_group._all_reduce_hook
     if hook is not None and not isinstance(getattr(hook, "func", None), UnitHook):
         raise SettingError(f"unit {unit.name!r} has another all-reduce hook, and FSDP takes one: attach before it")
-    for name, parameter in unit.parameters.items():
-        if parameter.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+    for name, each in zip(unit.names, unit.fsdp_params, strict=True):
+        if each.is_dtensor:
             raise SettingError(f"{name!r} is tensor parallel: attach wants parameters that FSDP alone shards")
-    unit.check_divisor()
+    unit.check_sum()
     if unit.names and unit.reduce_dtype not in REDUCE_DTYPES:
         raise SettingError(
             f"unit {unit.name!r} reduces gradients as {unit.reduce_dtype}, where oktopk takes float32 or bfloat16: "
@@ -290,13 +339,19 @@ def _check_unit(unit: Unit) -> None:
         )
 
 
-def _ranks_of(mesh: DeviceMesh | None) -> list[int]:
+def _replicas_of(unit: Unit, mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """Return the group of this shard's replicas: the one that FSDP would sum over, or the one of `mesh`."""
+    own: dist.ProcessGroup | None = getattr(unit.mesh_info, "replicate_process_group", None)
+    if mesh is None and own is not None:
+        return own
     if mesh is None or mesh.ndim != 1:
         came = "nothing" if mesh is None else f"a mesh of {mesh.ndim} dimensions"
         raise SettingError(
             f"mesh= wants the replicate dimension of the mesh that the model is sharded on, not {came}: use {SHARD_IT}"
         )
-    return sorted(mesh.mesh.tolist())
+    if own is not None and dist.get_process_group_ranks(own) != dist.get_process_group_ranks(mesh.get_group()):
+        raise SettingError("mesh= has other ranks than the replicas of this model, which knows its own: leave it out")
+    return mesh.get_group()
 
 
 def _check_grid(every: list[tuple[list[int], list[int]]]) -> None:

@@ -78,6 +78,7 @@ class ParamGroup:
         self.numel = sum(slot.numel for slot in slots)
         self.residual = Residual(self.numel, wide, device)
         self.waits = WaitSample(self.numel)
+        self.sums = False  # delivers the sum over ranks, not their mean
         self.state: Any = None
         self.num_sparse = self.numel  # elements, from the first on, that sparse steps send sparsely
         self.names = [slot.name for slot in slots]  # in the order of backward

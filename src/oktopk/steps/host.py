@@ -191,6 +191,7 @@ class _Reduction:
         group, split, loss_scale = self._group, self._split, self._context.loss_scale
         assert not isinstance(loss_scale, Tensor)
         acc, size = group.residual.acc, self._comm.size
+        loss_scale *= size if group.sums else 1
         for name, span in group.spans.items():
             if span.start >= split:
                 lost = _write_mean_(acc[span], [(slice(None), outs[name])], size, loss_scale)
@@ -210,7 +211,8 @@ def _start_plain_allreduce(
     A rank whose gradient is not finite puts a NaN first, which the sum carries to every rank without another message.
     The ranks look at the whole sum only where it may overflow (`_may_overflow`), as an undivided one always may.
     """
-    before, after = (1, comm.size) if context.divides_last else (comm.size, 1)
+    size = 1 if group.sums else comm.size
+    before, after = (1, size) if context.divides_last else (size, 1)
     joined = _as_one(grads)
     total = torch.cat(list(grads)) if joined is None else joined
     with comm.phase("dense_tail"):
@@ -219,7 +221,7 @@ def _start_plain_allreduce(
         if first_bad >= 0:
             total[0] = math.nan
         pending = comm.start_all_reduce(total)
-    checked = total if after > 1 or _may_overflow(largest, total.dtype, comm.size) else total[:1]
+    checked = total if before < comm.size or _may_overflow(largest, total.dtype, comm.size) else total[:1]
 
     def end() -> StepStats:
         with comm.phase("dense_tail"):
