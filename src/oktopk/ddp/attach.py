@@ -101,8 +101,7 @@ def attach(
 
 
 def _exchanges_updates(wrapper: DDPWrapper | FSDPWrapper, optimizers: Sequence[Optimizer] | None) -> bool:
-    can_keep = isinstance(wrapper, DDPWrapper) and not wrapper.is_mixed
-    return can_keep and can_exchange_updates(optimizers, wrapper.parameters.values())
+    return wrapper.keeps_gradients and can_exchange_updates(optimizers, wrapper.parameters.values())
 
 
 def _begin(attached: Attached, wrapper: DDPWrapper | FSDPWrapper) -> None:
@@ -155,10 +154,13 @@ class Attached(Handle):
         writes = Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))  # a sink is dropped before the other ranks give up
         engine = Engine(parameters, groups, comm, config, writes, scaler, wrapper.may_be_unused, shards)
         self._updates = Updates(engine, optimizers) if config.exchanges_updates and optimizers else None
-        leave = _lower_momentum(engine, optimizers, self._updates)
+        self._momentum = None if optimizers is None else _lower_momentum(engine, optimizers, self._updates)
+        leave = self._momentum.close if self._momentum is not None else _watch_momentum(engine)
         self._start(engine, own, timeout, partial(_leave, leave, self._updates))
+        if self._momentum is not None:
+            self.MORE = ("momentum",)
         if self._updates is not None:
-            self.MORE = ("updates",)
+            self.MORE = ("momentum", "updates")
             self._updates.begin(self._worker.jobs)
 
     @property
@@ -214,19 +216,23 @@ class Attached(Handle):
             scaler=scaler_of_this_backward() if self.looks_for_scaler else None,
             ready=record_event(buffer.device),
         )
-        if self._updates is not None and self._updates.is_due:
-            if not in_backward:
-                raise SettingError(
-                    "Join is not supported with optimizer=: leave optimizer= out, or give all ranks data"
-                )
-            self._updates.keep(taken)
-        else:
-            self.submit(taken)
+        if not in_backward and self._updates is not None and self._updates.is_due:
+            raise SettingError("Join is not supported with optimizer=: leave optimizer= out, or give all ranks data")
+        self.take(taken)
         return self._done.then(partial(_outcome, taken, in_backward))
+
+    def take(self, bucket: Bucket) -> None:
+        """Take a bucket of gradients: for the exchange, or for this rank's optimizers, whose updates are exchanged."""
+        if self._updates is not None and self._updates.is_due:
+            self._updates.keep(bucket)
+        else:
+            self.submit(bucket)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which this rank resumes bit for bit; every rank saves its own."""
-        return super().state_dict() | ({} if self._updates is None else {"updates": self._updates.state_dict()})
+        momentum = {} if self._momentum is None else {"momentum": self._momentum.state_dict()}
+        updates = {} if self._updates is None else {"updates": self._updates.state_dict()}
+        return {**super().state_dict(), **momentum, **updates}
 
     def load_rest(self, saved: Mapping[str, Any], is_own: bool) -> None:
         """Go on with this rank's moments of its optimizers; those of another rank stay with it."""
@@ -236,6 +242,8 @@ class Attached(Handle):
         ):
             kinds = {True: "updates, from attach(optimizer=)", False: "gradients"}
             raise StateError(f"wanted residuals of {kinds[not updates]}, and these are of {kinds[bool(updates)]}")
+        if self._momentum is not None:
+            self._momentum.load_state_dict(saved.get("momentum", {}))
         if self._updates is not None:
             self._updates.load_state_dict(
                 updates if is_own else {key: updates[key] for key in updates if key == "begun"}
@@ -293,14 +301,14 @@ def _wrapper_of(model: nn.Module, group: dist.ProcessGroup | None, mesh: DeviceM
     return DDPWrapper(model, group)
 
 
-def _lower_momentum(
-    engine: Engine, optimizers: Sequence[Optimizer] | None, updates: Updates | None
-) -> Callable[[], None]:
-    """Lower the momentum of these optimizers in sparse steps, or warn of it; return the way back."""
-    speaks = engine.is_first
-    if optimizers is None:
-        return warn_of_momentum(engine.parameters.values(), engine.is_sparse, speaks)
-    most = engine.config.sparse_momentum
+def _lower_momentum(engine: Engine, optimizers: Sequence[Optimizer], updates: Updates | None) -> SparseMomentum:
+    """Lower the momentum of these optimizers in sparse steps."""
+    most, speaks = engine.config.sparse_momentum, engine.is_first
     if updates is None:
-        return SparseMomentum(optimizers, most, engine.is_sparse, speaks).close
-    return SparseMomentum(optimizers, most, updates.is_update, speaks, lr_factor(engine.comm.size)).close
+        return SparseMomentum(optimizers, most, engine.is_sparse, speaks)
+    return SparseMomentum(optimizers, most, updates.is_update, speaks, lr_factor(engine.comm.size))
+
+
+def _watch_momentum(engine: Engine) -> Callable[[], None]:
+    """Warn of a momentum in sparse steps that is known to be harmful; return the way out."""
+    return warn_of_momentum(engine.parameters.values(), engine.is_sparse, engine.is_first)

@@ -32,11 +32,11 @@ def save_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
 
     state = handle.state_dict()
     residual = {name: _whole(flat, name, handle) for name, flat in state["residual"].items()}
-    own = {"residual": residual} | {key: state[key] for key in handle.MORE}
-    mine = dict(_flatten(own, f"rank{state['rank']}."))
-    groups = dict(_flatten({"groups": dict(enumerate(state["groups"]))}, _own_prefix(handle)))
+    own = {"groups": dict(enumerate(state["groups"]))} | {key: state[key] for key in handle.MORE}
+    mine = dict(_flatten({"residual": residual}, f"rank{state['rank']}."))
+    rest = dict(_flatten(own, _own_prefix(handle)))
     shared = {key: torch.tensor(state[key]) for key in _shared_keys(handle)}
-    save({**mine, **groups, **shared}, checkpoint_id=path, process_group=_ranks_of(handle))
+    save({**mine, **rest, **shared}, checkpoint_id=path, process_group=_ranks_of(handle))
 
 
 def load_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
@@ -58,16 +58,17 @@ def load_distributed(path: str | os.PathLike[str], handle: Handle) -> None:
     handle.check_parameters(_nest(sizes))
     is_same = size == handle.size
     own = _state_of(path, contents, handle.rank if is_same else 0, handle)
+    has_same_shards = not handle.place or int(shared["shards"]) == handle.place["shards"]
     if is_same:
+        if handle.place and has_same_shards:
+            own |= _nest(_load(path, contents, dict(_below(_own_prefix(handle), contents)), handle))
         groups = own.get("groups", {})
-        if handle.place and int(shared["shards"]) == handle.place["shards"]:
-            groups = _nest(_load(path, contents, dict(_below(_own_prefix(handle), contents)), handle))["groups"]
         handle.load_residual(own["residual"], step)
         if groups:  # none if the shards are others
             handle.load_groups([groups[number] for number in sorted(groups, key=int)])
     else:
         handle.load_residual(_mean_over_ranks(path, contents, size, handle), step)
-    handle.load_rest(own, is_same)
+    handle.load_rest(own, is_same and has_same_shards)
 
 
 def _mean_over_ranks(path: Any, contents: Mapping[str, Any], size: int, handle: Handle) -> dict[str, Tensor]:
@@ -85,7 +86,10 @@ def _state_of(path: Any, contents: Mapping[str, Any], rank: int, handle: Handle)
     names = dict(_below(f"rank{rank}.", contents))
     if not handle.place:
         return none | _nest(_load(path, contents, names, handle))
-    return none | {"residual": _load_shards(path, dict(_below(f"rank{rank}.residual/", contents)), handle)}
+    numbers = ("momentum/", "updates/begun")  # the same for all shards
+    scalars = {key: name for key, name in _below(f"rank{rank}.shard0.", contents) if name.startswith(numbers)}
+    residual = {"residual": _load_shards(path, dict(_below(f"rank{rank}.residual/", contents)), handle)}
+    return none | _nest(_load(path, contents, scalars, handle)) | residual
 
 
 def _load_shards(path: Any, names: Mapping[str, str], handle: Handle) -> dict[str, Tensor]:

@@ -215,7 +215,7 @@ class UnitHook:
             self._end_after_backward(self._backward)
         index, buffer = self._backward.num_units, self._backward.take(unit, reduced)
         scaler = scaler_of_this_backward() if self.target.looks_for_scaler else None
-        self.target.submit(Bucket(index, False, buffer, unit.grads_in(buffer), self._backward.done, scaler))
+        self.target.take(Bucket(index, False, buffer, unit.grads_in(buffer), self._backward.done, scaler))
 
     def _end_after_backward(self, backward: _Backward) -> None:
         """End the step behind FSDP's own callbacks, which reduce the units whose inputs need no gradient."""
@@ -225,7 +225,7 @@ class UnitHook:
     def _end(self, backward: _Backward) -> None:
         self._backward = None
         last = Bucket(backward.num_units, True, torch.empty(0, device=self.target.device), {}, backward.done)
-        self.target.submit(last)
+        self.target.take(last)
         error = backward.done.wait()
         if error is not None:
             forget_scalers()
@@ -259,6 +259,16 @@ class FSDPWrapper:
     def parameters(self) -> dict[str, Tensor]:
         """All parameters that require gradients, by name."""
         return {name: each for unit in self._units for name, each in unit.parameters.items()}
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether optimizers may step on this replica's gradients: means, as wide as the weights, and on the CPU."""
+        return not any(
+            unit.sums
+            or unit.param_group.device.type != "cpu"
+            or any(each.dtype != unit.reduce_dtype for each in unit.parameters.values())
+            for unit in self._units
+        )
 
     def make_groups(self) -> list[ParamGroup]:
         """Return a group for each unit, the last one first."""
@@ -330,7 +340,10 @@ def _check_unit(unit: Unit) -> None:
         raise SettingError(f"unit {unit.name!r} has another all-reduce hook, and FSDP takes one: attach before it")
     for name, each in zip(unit.names, unit.fsdp_params, strict=True):
         if each.is_dtensor:
-            raise SettingError(f"{name!r} is tensor parallel: attach wants parameters that FSDP alone shards")
+            raise SettingError(
+                f"{name!r} was a DTensor before fully_shard, as with tensor parallelism: attach wants parameters that "
+                'FSDP alone shards (torchtitan: spmd_backend="partial_dtensor")'
+            )
     unit.check_sum()
     if unit.names and unit.reduce_dtype not in REDUCE_DTYPES:
         raise SettingError(

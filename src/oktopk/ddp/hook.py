@@ -61,7 +61,7 @@ class DDPWrapper:
         self._model, self._group = model, group
         self.name = type(model.module).__name__
         self.parameters = _parameters_of(model)
-        self.is_mixed = model.mixed_precision is not None  # gradients are of another dtype than parameters
+        self.keeps_gradients = model.mixed_precision is None  # which are as wide as the weights
         self.may_be_unused = bool(model.find_unused_parameters or model.static_graph)
         devices = {parameter.device for parameter in self.parameters.values() if parameter.is_cuda}
         if len(devices) > 1:

@@ -129,6 +129,7 @@ class SparseMomentum:
         self._own: list[tuple[Group, Group]] = []  # groups within a step, and their own settings
         kinds = {optimizer: kind_of(optimizer) for optimizer in optimizers}
         self._optimizers = {optimizer: kind for optimizer, kind in kinds.items() if kind is not None}
+        self._loaded: dict[Optimizer, Mapping[str, float]] = {}
         for name in sorted({type(each).__name__ for each in kinds.keys() - self._optimizers} if speaks else ()):
             sys.stderr.write(f"oktopk: {name} keeps its momentum in sparse steps\n")
         self._handles = [
@@ -142,6 +143,8 @@ class SparseMomentum:
 
     def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._after_step()  # a step that raised has left its settings
+        for number, momentum in self._loaded.pop(optimizer, {}).items():
+            optimizer.param_groups[int(number)].setdefault(KEY, momentum)
         closure = next(iter(args[1:]), kwargs.get("closure"))
         self._change(optimizer, self._is_sparse(closure is not None))  # a closure is about to call backward()
 
@@ -165,6 +168,24 @@ class SparseMomentum:
         if said and self._speaks:
             steps = "sparse" if sparse else "dense"
             sys.stderr.write(f"oktopk: {type(optimizer).__name__} in {steps} steps: {said}\n")
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return the momentum that buffers are scaled for, by optimizer and group, where it is not the group's own.
+
+        The optimizer's state dict has it, too. But torch.distributed.checkpoint loads no more than what is there.
+        """
+        momenta = (
+            {str(j): float(group[KEY]) for j, group in enumerate(each.param_groups) if KEY in group}
+            for each in self._optimizers
+        )
+        return {str(i): each for i, each in enumerate(momenta) if each}
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on with the result of `state_dict` when the optimizers step, which may not be loaded yet."""
+        numbered = {str(i): each for i, each in enumerate(self._optimizers)}
+        self._loaded = {
+            numbered[i]: {j: float(momentum) for j, momentum in saved[i].items()} for i in saved if i in numbered
+        }
 
     def _after_step(self, *_: Any) -> None:
         while self._own:

@@ -4,7 +4,7 @@ A sparse exchange delivers an element's gradients of many steps at once. Adam di
 and Muon turns a whole matrix into one of orthogonal rows, so that both see lumps where there was a steady gradient.
 Here they see none: each rank's optimizer steps on the rank's own gradient, and its movement is exchanged, with error
 feedback. All ranks then continue from the same weights. On a GPT with AdamW this learns as well as dense steps do, and
-sparse gradients do not (docs/learning.md).
+sparse gradients do not (docs/learning.md). Under FSDP a rank's gradient is that of its replica, and its part a shard.
 
     start       the weights before the optimizers step, the same bits on all ranks
     movement    start - now: an update of the weights, so that the residual is one, too
@@ -30,7 +30,7 @@ from oktopk.cuda.events import record_event, wait_event
 from oktopk.ddp.engine import Bucket, Engine, clip_factor
 from oktopk.ddp.momentum import kind_of
 from oktopk.errors import NonFiniteError, SettingError, StateError
-from oktopk.steps import ParamGroup
+from oktopk.steps import ParamGroup, agree_with_shards
 
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
 Moments = dict[str, dict[str, Tensor]]
@@ -118,18 +118,24 @@ class Updates:
         bad = next((i for i, name in enumerate(names) if name in grads and not bool(grads[name].isfinite().all())), -1)
         every = engine.comm.all_gather(torch.tensor([bad], device=engine.groups[0].device)).flatten().tolist()
         rank = next((rank for rank, place in enumerate(every) if place >= 0), None)
+        error = None
         if rank is not None:
-            for grad in grads.values():  # a GradScaler skips the step of a NaN
-                grad.fill_(0.0 if scaler is None else math.nan)
             text = f"step {engine.next_step}: rank {rank}: the gradient of {names[every[rank]]!r} is not finite"
             error = NonFiniteError(text, rank=rank)
+        if engine.shards is not None:
+            error = agree_with_shards(error, engine.shards)
+        if error is not None:
+            for grad in grads.values():  # a GradScaler skips the step of a NaN
+                grad.fill_(0.0 if scaler is None else math.nan)
             if config.on_nonfinite == "raise":
                 return error
             engine.refusal = error
             return None
         if config.clip is not None:
             loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
-            factor = clip_factor(grads.values(), config.clip / math.sqrt(engine.comm.size), loss_scale, False, None)
+            factor = clip_factor(
+                grads.values(), config.clip / math.sqrt(engine.comm.size), loss_scale, False, engine.shards
+            )
             for grad in grads.values() if factor != 1 else ():
                 grad.mul_(factor)
         return None
@@ -164,7 +170,7 @@ class Updates:
         error = self._reduce_(self._moved)
         for group, start, mean in zip(self._engine.groups, self._start, self._moved, strict=True):
             for name, part in self._parts(group, start if error is not None else start.sub_(mean)):
-                self._engine.parameters[name].copy_(part)
+                _here(self._engine.parameters[name]).copy_(part)
         if error is not None:
             raise error
 
@@ -174,7 +180,7 @@ class Updates:
         done: Future[Exception | None] = Future(devices=[device] if device.type == "cuda" else None)
         assert self._jobs is not None
         for i, (group, buffer) in enumerate(zip(groups, movements, strict=True)):
-            grads = {name: part.view(-1) for name, part in self._parts(group, buffer)}
+            grads = dict(self._flat_parts(group, buffer))
             is_last = i == len(groups) - 1
             bucket = Bucket(i, is_last, buffer, grads, done, ready=record_event(device), is_update=True)
             self._jobs.put(partial(self._engine.take_and_flush, bucket))
@@ -191,13 +197,23 @@ class Updates:
     def _read_weights(self, vectors: Sequence[Tensor]) -> None:
         """Write the weights of each group into its vector."""
         for group, vector in zip(self._engine.groups, vectors, strict=True):
-            torch.cat([self._engine.parameters[name].detach().reshape(-1) for name in group.names], out=vector)
+            pieces = []
+            for name in group.names:
+                weight, span = _here(self._engine.parameters[name]).detach().reshape(-1), group.spans[name]
+                pieces.append(weight)
+                if len(weight) < span.stop - span.start:  # FSDP pads a shard
+                    pieces.append(weight.new_zeros(span.stop - span.start - len(weight)))
+            torch.cat(pieces, out=vector)
 
     def _parts(self, group: ParamGroup, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        parameters = [self._engine.parameters[name] for name in group.names]
-        parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for name, parameter, part in zip(group.names, parameters, parts, strict=True):
-            yield name, part.view(parameter.shape)
+        """Yield each parameter's part, in the shape that this rank has of it."""
+        for name, part in self._flat_parts(group, flat):
+            weight = _here(self._engine.parameters[name])
+            yield name, part[: weight.numel()].view(weight.shape)
+
+    def _flat_parts(self, group: ParamGroup, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        spans = [group.spans[name] for name in group.names]
+        return zip(group.names, torch.split(flat, [span.stop - span.start for span in spans]), strict=True)
 
     # The optimizers' moments
 
@@ -240,7 +256,7 @@ class Updates:
         for name, parameter in self._engine.parameters.items():
             for kind, tensor in optimizer.state.get(parameter, {}).items():
                 if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and kind != "step":
-                    found.setdefault(kind, {})[name] = tensor
+                    found.setdefault(kind, {})[name] = _here(tensor)
         return found
 
     @torch.no_grad()
@@ -250,7 +266,7 @@ class Updates:
         comm = self._engine.comm
         for optimizer in self._optimizers:
             for each in self._moments_of(optimizer).values():
-                for tensor in each.values():
+                for tensor in (tensor for tensor in each.values() if tensor.numel()):
                     tensor.copy_(comm.all_reduce(tensor.contiguous().view(-1)).view_as(tensor) / comm.size)
         comm.pop()
 
@@ -259,3 +275,10 @@ class Updates:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+@torch.no_grad()
+def _here(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, or of a tensor like it: its shard under FSDP, else the whole."""
+    here: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here

@@ -22,7 +22,7 @@ from oktopk.steps.host import HostSteps, agree_with_shards
 from oktopk.steps.made import MadeStep, StepLog
 
 __all__ = ["READBACK_DELAY", "MadeStep", "ParamGroup", "ParamSlot", "StepContext", "StepLog", "Steps"]
-__all__ += ["make_groups", "slot_of"]
+__all__ += ["agree_with_shards", "make_groups", "slot_of"]
 
 
 class Steps:

@@ -108,7 +108,8 @@ def agree_with_shards(error: NonFiniteError | None, shards: Comm) -> NonFiniteEr
         return None
     every = gather_settings({"error": error and str(error)}, shards, here.device)
     shard, first = next((shard, each["error"]) for shard, each in enumerate(every) if each["error"])
-    return NonFiniteError(f"shard {shard}, {first}")
+    # One that the shards agreed on before names its shard.
+    return NonFiniteError(first if first.startswith("shard ") else f"shard {shard}, {first}")
 
 
 class _Reduction:
