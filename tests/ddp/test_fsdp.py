@@ -194,7 +194,9 @@ def check_nothing_is_lost(size, net, options, backwards, as_native, settings):
         for name, grad in mean_over_replicas(grads_of(alone), size).items():
             wanted[name] += grad
             magnitude[name] += grad.abs()
-    residual = mean_over_replicas(trimmed(attached.residual, model), size)
+    own = trimmed(attached.residual, model)
+    residual = mean_over_replicas(own, size)
+    assert not same_bits(own, {name: mean.float() for name, mean in residual.items()})  # each replica's is another
     for name, total in applied.items():
         assert bool(((total + residual[name] - wanted[name]).abs() <= 1e-5 * magnitude[name] + 1e-7).all()), name
     assert any_left(residual)
@@ -206,6 +208,7 @@ def check_nothing_is_lost(size, net, options, backwards, as_native, settings):
     ("net", "options", "backwards", "as_native"),
     [
         (ODD, {}, 1, False),
+        (ODD, {}, 1, True),
         pytest.param(Net, {"mp_policy": REDUCE_BRAIN}, 1, False, marks=slow),
         pytest.param(Net, {"mp_policy": REDUCE_BRAIN}, 2, False, marks=slow),
         pytest.param(Net, {}, 3, False, marks=slow),
