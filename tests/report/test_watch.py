@@ -11,6 +11,8 @@ from rich.console import Console
 
 from oktopk.report.watch import follow, looks, view
 from oktopk.telemetry.run import Run
+from oktopk.telemetry.schema import StepRecord
+from oktopk.telemetry.sinks import JsonlSink
 from tests.commands import invoke
 from tests.report.synthetic import make_event, make_run, write_run
 
@@ -49,6 +51,18 @@ def test_added_records_are_taken_and_a_resumed_run_is_read_anew(tmp_path: Path) 
     assert (run.state, run.bad_lines, run.steps.tolist()) == ("ended", [], list(range(12)))
     (write_run(tmp_path / "anew", RECORDS[:3]) / "metrics.jsonl").replace(tmp_path / "metrics.jsonl")
     assert next(looking).num_steps == 2
+
+
+def test_a_scripts_record_is_shown_without_figures_that_it_has_not(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for number in range(3):
+        sink.write(StepRecord(step=number, phase="sparse", numel=100, wanted=10, selected=9, nnz=8, sparsity=0.92,
+                              compression_ratio=12.5, nominal_bytes=64, sent_bytes=50, received_bytes=50, messages=1,
+                              seconds={}, sent_by_phase={"exchange": 50}, world_size=2, step_seconds=0.25))  # fmt: skip
+    sink.close()
+    shown = told(next(looks(tmp_path)))
+    assert "250 ms a step " in shown
+    assert not any(word in shown for word in ("n/a", "validation", "loss", "verdict"))
 
 
 def test_it_follows_to_the_end_and_stops_at_a_failure(tmp_path: Path) -> None:
