@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oktopk.report.watch import follow, looks, view
+from oktopk.telemetry.format import format_value
 from oktopk.telemetry.run import Run
 from oktopk.telemetry.schema import StepRecord
 from oktopk.telemetry.sinks import JsonlSink
@@ -51,6 +52,15 @@ def test_added_records_are_taken_and_a_resumed_run_is_read_anew(tmp_path: Path) 
     assert (run.state, run.bad_lines, run.steps.tolist()) == ("ended", [], list(range(12)))
     (write_run(tmp_path / "anew", RECORDS[:3]) / "metrics.jsonl").replace(tmp_path / "metrics.jsonl")
     assert next(looking).num_steps == 2
+
+
+def test_figures_of_now_are_of_one_phase_and_a_run_that_stopped_has_no_time_left() -> None:
+    records = [RECORDS[0], *STEPS[:6]]  # four dense steps and two sparse ones
+    shown = told(Run(records, "mine"))
+    sent = sum(step["sent_bytes"] for step in STEPS[4:6]) / 2
+    assert f"{format_value(sent, 'bytes')} a step" in shown
+    assert " left" in shown
+    assert " left" not in told(Run([*records, make_event("stopped", 6, "Ctrl-C")], "mine"))
 
 
 def test_a_scripts_record_is_shown_without_figures_that_it_has_not(tmp_path: Path) -> None:

@@ -67,10 +67,10 @@ def view(run: Run) -> RenderableType:
 
 
 def _progress(run: Run) -> RenderableType:
-    planned, step_s, left = run.header.get("steps"), _recent(run.step_seconds), ""
+    planned, step_s, left = run.header.get("steps"), _recent(run, run.step_seconds), ""
     if not isinstance(planned, int) or planned < 1:
         return f"step {run.num_steps:,}"
-    if step_s is not None and run.num_steps < planned:
+    if step_s is not None and run.num_steps < planned and run.last_event not in ENDS:
         left = f"about {format_seconds(step_s * (planned - run.num_steps))} left"
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(planned, min(run.num_steps, planned), width=30)
@@ -78,24 +78,26 @@ def _progress(run: Run) -> RenderableType:
     return grid
 
 
-def _recent(values: Floats) -> float | None:
-    return mean(values[-RECENT:])
+def _recent(run: Run, values: Floats) -> float | None:
+    """Return the mean over the last steps that are dense, or not, as the last one is."""
+    dense = run.masks["dense"]
+    return mean(values[dense == dense[-1]][-RECENT:])
 
 
 def _figures(run: Run) -> Table:
     """Return the figures of now: means of the last steps, and the last validation. What is not known is left out."""
     summary = summary_of(run)
-    sent, step_s = _recent(run.column("sent_bytes")), _recent(run.step_seconds)
-    of_dense = format_value(quotient(sent, _recent(run.dense_bytes)), "share")
-    shares = {SPLIT[name]: quotient(_recent(part), step_s) for name, part in run.split_of().items()}
+    sent, step_s = _recent(run, run.column("sent_bytes")), _recent(run, run.step_seconds)
+    of_dense = format_value(quotient(sent, _recent(run, run.dense_bytes)), "share")
+    shares = {SPLIT[name]: quotient(_recent(run, part), step_s) for name, part in run.split_of().items()}
     split = ", ".join(f"{name} {format_value(share, 'share')}" for name, share in shares.items() if share is not None)
     validation = {"loss": "val_loss", error_heading(run): run.error, "best": f"best_{run.error}"}
     known = {name: summary[figure] for name, figure in validation.items() if summary[figure] is not None}
     rows = {
-        "loss": "" if (loss := _recent(run.loss)) is None else format_value(loss),
+        "loss": "" if (loss := mean(run.loss[-RECENT:])) is None else format_value(loss),
         "last validation": ", ".join(f"{name} {format_value(value)}" for name, value in known.items()),
         "phase": f"{run.phases[-1]}, "
-        f"sparsity {format_value(_recent(run.column('sparsity')))}, "
+        f"sparsity {format_value(_recent(run, run.column('sparsity')))}, "
         f"compression active on {summary['sparse_steps']:,} of {summary['steps']:,} steps",
         "bytes": f"{format_value(sent, 'bytes')} a step, {of_dense} of dense; "
         f"{format_value(summary['sent_bytes'], 'bytes')} so far",
