@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 import oktopk
-from oktopk.cost import predict
+from oktopk.cost import ELEMENT_S, GROUP_S, predict
+from oktopk.ddp.audit import FIRST, SAMPLES
 from oktopk.ddp.exclude import SMALL
-from oktopk.ddp.momentum import ADAM, SGD
+from oktopk.ddp.momentum import ADAM, MOST_LR_FACTOR, SGD
+from oktopk.telemetry.sinks import SINK_PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 NUMEL, SIZE = 27_569_568, 4
@@ -72,3 +74,19 @@ def test_the_guide_states_the_limits_in_the_code():
     assert f"| SGD, Nesterov's too | gradients | at most {SGD.sparse_momentum:g} |" in guide
     assert f"| Adam, AdamW | updates | beta1 at most {ADAM.sparse_momentum:g} |" in guide
     assert f"fewer than {SMALL:,} elements" in guide
+    assert guide.count(f"x the root of the ranks, at most x {MOST_LR_FACTOR:g} |") == 2
+    assert f"takes it more than {SINK_PATIENCE_S:g} seconds, or half of `timeout`" in guide
+    assert f"A server that hangs for {SINK_PATIENCE_S:g} seconds is dropped" in text_of("docs/trainers.md")
+
+
+def test_the_pages_state_the_constants_of_the_prediction_and_the_defaults(default):
+    accounting = text_of("docs/accounting.md")
+    assert f"taken as {1e3 * GROUP_S:g} ms a group and {1e9 * ELEMENT_S:g} ns an element" in accounting
+    assert f"After {FIRST + SAMPLES} sparse steps" in accounting
+    assert f"the median of {SAMPLES} steps" in accounting
+    learning = text_of("docs/learning.md")
+    assert f'| `ranking` | `"{default.ranking}"` |' in learning
+    assert f"| `density`, `wire` | {default.density:g} as {default.codec(NUMEL).wire} |" in learning
+    assert f"| `rescale_every` | {default.rescale_every} |" in learning
+    lr = SGD.lr(1.0, 0.9, SGD.sparse_momentum)
+    assert f"| `sparse_momentum` | {SGD.sparse_momentum:g}; for SGD with lr x {lr:g} |" in learning

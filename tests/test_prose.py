@@ -2,11 +2,15 @@
 
 import ast
 import re
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 import oktopk
+from hatch_build import without_local_links
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 100
@@ -54,12 +58,48 @@ def missing(page: Path) -> list[str]:
     return sorted(name for name, file in files.items() if not file.exists())
 
 
+def not_shown_as_code(text: str) -> list[str]:
+    """Return the lines that are indented as code and shown as text, as after an item of a list."""
+    blocks = [token.map for token in MarkdownIt().parse(text) if token.type in ("code_block", "fence") and token.map]
+    code = {line for first, end in blocks for line in range(first, end)}
+    lines = ["", *text.splitlines()]
+    return [
+        line
+        for number, (before, line) in enumerate(pairwise(lines))
+        if line.startswith("    ") and not before.strip() and number not in code
+    ]
+
+
+def made_by_commands() -> set[str]:
+    """Return the files and folders that the commands in README and docs write."""
+    texts = "".join((ROOT / page).read_text() for page in PAGES)
+    commands = re.findall(r"(?m)^(?:    |\$ )?((?:sudo )?(?:oktopk|python -m) .*)$", texts)
+    options = r" (?:--out|-o|--csv|--results|--runs) ([a-z][\w/.-]*)"
+    return {name for command in commands for name in re.findall(options, command)} | {"runs/NAME", "report.html"}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_have_short_sentences_are_wrapped_and_name_files_that_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     assert not long_sentences(text)
     assert not too_wide(text)
     assert not missing(ROOT / page)
+    assert not not_shown_as_code(text)
+
+
+def test_git_ignores_what_the_documented_commands_make() -> None:
+    names = made_by_commands()
+    assert names >= {"results", "both.html", "data/an4", "mutants.jsonl"}
+    asked = ["git", "check-ignore", "--no-index", *(f"{name}/x" if "." not in name else name for name in names)]
+    ignored = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(ignored) == len(names), (names, ignored)
+
+
+def test_the_readme_of_a_wheel_links_to_nothing_that_is_not_there() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = without_local_links(readme)
+    assert not re.search(r"\]\((?!https?://)|<img|<picture", shown)
+    assert len(shown.splitlines()) > len(readme.splitlines()) - 12
 
 
 def test_docstrings_name_their_noun() -> None:
@@ -74,6 +114,7 @@ def test_the_checks_notice(tmp_path: Path) -> None:
     assert missing(tmp_path / "page.md") == ["gone.md", "src/gone.py"]
     assert too_wide("x " * 60) == [1]
     assert long_sentences(f"Short. {'x ' * 26}\n\n| a; b; c | d |") == [("x " * 26).strip(), "| a; b; c"]
+    assert not_shown_as_code("text\n\n    code\n\n- item\n\n    no code\n") == ["    no code"]
     assert headless('"""What is large."""') == ["What is large."]
 
 

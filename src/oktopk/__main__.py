@@ -9,7 +9,7 @@ import signal
 import sys
 
 import oktopk
-from oktopk.cli import COMMANDS
+from oktopk.cli import COMMANDS, WORDS
 from oktopk.errors import hint
 
 HELP = f"""Usage: oktopk COMMAND [OPTIONS]
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     elif name in (*COMMANDS, "worker"):
         run(name, rest)
     else:
-        _refuse(f"no such command: {name!r}.{hint(name, COMMANDS) or ' Try oktopk --help'}")
+        _refuse(f"no such command: {name!r}.{hint(name, WORDS[''].split()) or ' Try oktopk --help'}")
 
 
 def run(name: str, args: list[str]) -> None:
@@ -73,20 +73,13 @@ def run(name: str, args: list[str]) -> None:
 
 
 def complete(args: list[str]) -> list[str]:
-    """Return the words that may stand in the place of the last argument."""
+    """Return the words that may stand in the place of the last argument; none where a file or a value may."""
     *before, last = args or [""]
-    if not before:
-        return [name for name in (*COMMANDS, "--help", "--version", "--completion") if name.startswith(last)]
-    try:
-        from click.shell_completion import ShellComplete
-
-        from oktopk.cli.root import load
-    except ModuleNotFoundError:
+    name = next((name for words in (before[:2], before[:1]) if (name := " ".join(words)) in WORDS), None)
+    if name is None:
         return []
-    if before[0] not in COMMANDS or before[0] == "doctor":
-        return []
-    found = ShellComplete(load(before[0]), {}, "oktopk", COMPLETE).get_completions(before[1:], last)
-    return [item.value for item in found]
+    words = WORDS[name].split() + ["--help"] * bool(name)
+    return [word for word in words if word.startswith(last) and (last or not name or not word.startswith("-"))]
 
 
 def _refuse(message: str) -> str:

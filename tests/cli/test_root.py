@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oktopk.__main__ import SHELLS
-from oktopk.cli import COMMANDS
+from oktopk.cli import COMMANDS, WORDS
+from oktopk.cli.root import load
 
 PROBE = """
 import json, sys
@@ -59,6 +61,7 @@ def test_doctor_report_and_bench_import_no_trainer_and_no_other_command() -> Non
     (["-h"], 0, "oktopk --completion SH"),
     ([], 0, "Usage: oktopk COMMAND"),
     (["docter"], 2, "no such command: 'docter'. Did you mean 'doctor'?"),
+    (["--verson"], 2, "Did you mean '--version'?"),
     (["nothing"], 2, "Try oktopk --help"),
     (["report", "x"], 2, "oktopk report needs typer: pip install 'oktopk[report]'"),
     (["worker"], 2, "oktopk worker needs typer: pip install 'oktopk[train]'"),
@@ -102,11 +105,31 @@ def test_lines_about_commands_are_whole_at_80_columns(group: str) -> None:
     assert "..." not in shown.split("Commands:")[1]
 
 
-def test_completion_offers_commands_and_their_options() -> None:
-    assert bare("re", _OKTOPK_COMPLETE="1").stdout.split() == ["report"]
-    assert bare("report", "--j", _OKTOPK_COMPLETE="1").stdout.split() == []
-    done = run(sys.executable, "-m", "oktopk", "report", "--j", _OKTOPK_COMPLETE="1")
-    assert done.stdout.split() == ["--json"]
+@pytest.mark.parametrize(("typed", "offered"), [
+    ("re", "report"),
+    ("--v", "--version"),
+    ("report --j", "--json"),
+    ("bench exchange --ranks 2 --mb", "--mbit"),
+    ("bench ", "exchange step local chaos probe"),
+    ("report ", ""),  # files, which the shell offers
+    ("nothing --j", ""),
+])  # fmt: skip
+def test_completion_needs_only_python(typed: str, offered: str) -> None:
+    assert bare(*typed.split(" "), _OKTOPK_COMPLETE="1").stdout.split() == offered.split()
+
+
+def test_completion_has_every_option_of_every_command() -> None:
+    def words_of(name: str, command: Any) -> dict[str, str]:
+        below = getattr(command, "commands", {})
+        options = (option for each in command.params for option in each.opts if option.startswith("--"))
+        found = {name: " ".join(below or options)}
+        for sub, each in below.items():
+            found |= words_of(f"{name} {sub}", each)
+        return found
+
+    loaded = [words_of(name, load(name)) for name in COMMANDS if name != "doctor"]
+    root = f"{' '.join(COMMANDS)} --help --version --completion"
+    assert {"": root, "doctor": "--json", **{name: words for each in loaded for name, words in each.items()}} == WORDS
 
 
 def test_bash_completes(tmp_path: Path) -> None:

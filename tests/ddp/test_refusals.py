@@ -60,6 +60,16 @@ def with_dynamos_python_reducer():
         attach(DDP(nn.Linear(8, 8)))
 
 
+class Strange:
+    """A custom algorithm with an `init` of any kind, whose `reduce` returns no `Reduced`."""
+
+    def __init__(self, init=lambda _numel, _comm: None):
+        self.init = init
+
+    def reduce(self, acc, _state, _comm):
+        return acc
+
+
 REFUSED = [
     (twice, ("attached", "detach()")),
     *((partial(after_another_hook, trains), ("another communication hook",)) for trains in (False, True)),
@@ -77,6 +87,11 @@ REFUSED = [
     (attaching(dense_steps=-1), ("dense_steps", "-1")),
     (attaching(OkTopk), ("OkTopk is a class: write OkTopk(), with brackets",)),
     (attaching(object()), ("init(numel, comm)", "reduce(acc, state, comm)", "this object has no init and no reduce")),
+    (
+        attaching(Strange(lambda _numel: None)),
+        ("init(numel, comm)", "this Strange has", "(_numel): too many positional"),
+    ),
+    (attaching(Strange(lambda _numel, _comm, _more: None)), ("missing a required argument: '_more'",)),
     (attaching("oktopp"), ("'oktopp'", "Did you mean 'oktopk'?")),
     (attaching(density_schedule=[(3, 1.5)]), ("density", "1.5")),
     (attaching(density_schedule=[(0, 0.5)]), ("steps", "0")),
@@ -89,6 +104,15 @@ def test_what_cannot_work_is_refused_and_leaves_no_thread():
     for attempt, words in REFUSED:
         check_words(error_of(attempt), "SettingError: ", *words)
     assert exchange_threads() == []
+
+
+@on_ranks(2)
+def test_an_algorithm_that_returns_something_else_is_told_the_contract_in_its_first_step():
+    model = DDP(Net())
+    attached = attach(model, Strange())
+    said = error_of(step_, model, 0)
+    check_words(said, "SettingError: ", "-> Reduced(sum, taken)", "reduce of this Strange returned a Tensor")
+    assert not attached.active
 
 
 def odd(usual, otherwise):
@@ -112,9 +136,14 @@ def test_ranks_that_disagree_are_all_told():
         ({"clip": odd(None, 1.0)}, ("clip: rank 0 has None, rank 1 has 1.0",)),
         ({"density_schedule": odd([(2, 0.5)], [(3, 0.5)])}, ("density_schedule", "[2, 0.5]", "[3, 0.5]")),
         ({"on_nonfinite": odd("raise", "skip")}, ("on_nonfinite: rank 0 has raise, rank 1 has skip",)),
-        ({"scaler": odd(None, scaler)}, ("scaled: rank 0 has False, rank 1 has True",)),
+        ({"scaler": odd(None, scaler)}, ("scaler: rank 0 has None, rank 1 has one",)),
     ):
         check_words(error_of(attaching(**settings)), "MismatchError: the ranks disagree on ", *words)
+    net = Net()  # with the optimizer of one rank alone, ranks would step at other momentums
+    sgd, adamw = (make(net.parameters(), lr=0.1) for make in (torch.optim.SGD, torch.optim.AdamW))
+    for given, there in ((odd(None, sgd), "None, rank 1 has SGD"), (odd(sgd, adamw), "SGD, rank 1 has AdamW")):
+        said = error_of(partial(attach, DDP(net), optimizer=given))
+        check_words(said, f"MismatchError: the ranks disagree on optimizer: rank 0 has {there}.")
     assert exchange_threads() == []
 
 

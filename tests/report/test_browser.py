@@ -167,6 +167,27 @@ def test_the_benchmarks_page_fits_a_phone_and_follows_the_dark(browser: Any, tmp
     assert all(len(set(each)) == 2 for each in grounds), "one colour of texts, and not the ground's"
 
 
+def test_paper_is_light_for_a_reader_in_the_dark(browser: Any, pages: Path, tmp_path: Path) -> None:
+    ink = "getComputedStyle(document.querySelector('[data-chart=\"loss-0\"] .xtitle')).fill"
+    ground = "getComputedStyle(document.body).backgroundColor"
+    found = {}
+    for scheme in ("light", "dark"):
+        seen = opened(browser, pages / "one.html", scheme=scheme)
+        seen.plot("loss-0")
+        found[scheme] = seen.page.evaluate(ink), seen.page.evaluate(ground)
+    assert found["dark"] != found["light"]
+    seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    seen.until(f"{ink} === '{found['light'][0]}'")
+    assert seen.page.evaluate(ground) == found["light"][1]
+    seen.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    seen.until(f"{ink} === '{found['dark'][0]}'")
+    write_report(RESULT, tmp_path)
+    seen = opened(browser, tmp_path / "index.html", scheme="dark")
+    assert seen.page.evaluate(ground) == found["dark"][1]
+    seen.page.emulate_media(media="print", color_scheme="dark")
+    assert seen.page.evaluate(ground) == found["light"][1]
+
+
 def steps_of(records: list[Record]) -> list[Record]:
     return [record for record in records if record["kind"] == "step"]
 

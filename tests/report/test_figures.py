@@ -244,12 +244,23 @@ def test_several_runs_side_by_side_and_over_each_other() -> None:
         marked = {row for row, place in table.best if place == column}
         assert marked == {i for i, row in enumerate(table.rows) if row[column] == best}
     charts = {chart.name: chart for chart in comparison_charts(RUNS)}
+    assert "all-loss" not in charts, "a trainer's runs have their loss by epoch"
     assert {"all-wer", "all-val-loss", "all-sent"} <= charts.keys()
     assert {"seconds", "bytes", "step"} == set(charts["all-wer"].axes)
     for run, group in zip(RUNS, charts["all-wer"].groups, strict=True):
         own = next(chart for chart in charts_of(run)["Learning"] if chart.name == "errors").groups[0]
         assert group.series[0].y.tolist() == own.series[0].y.tolist()
         assert group.x["bytes"].tolist() == own.x["bytes"].tolist()
+
+
+def test_losses_that_scripts_logged_are_over_each_other() -> None:
+    steps = [{name: value for name, value in step.items() if name not in ("loss", "epoch")} for step in STEPS]
+    logs = [{"kind": "log", "step": step["step"], "figures": {"loss": 9.0 - step["step"] / 9}} for step in STEPS]
+    (chart,) = (
+        each for each in comparison_charts([Run([*steps, *logs], name) for name in "ab"]) if "loss" in each.name
+    )
+    assert [series.name for group in chart.groups for series in group.series] == ["a", "b"]
+    assert chart.groups[1].series[0].y.tolist() == [log["figures"]["loss"] for log in logs]  # type: ignore[index]
 
 
 def test_text_csv_and_json_have_the_same_numbers_and_csv_every_step(tmp_path: Path, report: RunReport) -> None:

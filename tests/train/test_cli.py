@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oktopk.cli.root import load
 from oktopk.train import cli
 from oktopk.train.config import Config
+from oktopk.train.plan import make_plan
 from oktopk.train.rundir import RunDir
 from tests import commands
 from tests.integrations.examples import ROOT
@@ -64,6 +65,34 @@ def test_make_train_trains_dense_and_the_default_alike_and_compares_them(tmp_pat
         output = succeed(" ".join(command[1:]).replace(folder, f"{tmp_path}"), "--dry-run")
         assert steps in output
         assert ("sparse" in output) == (command is ours)
+
+
+def documented():
+    """Return the arguments of every `oktopk train` that the pages and the help text tell to type."""
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        ROOT / "docs/gallery/README.md",
+        *ROOT.glob("examples/*/*.md"),
+    ]
+    texts = [re.sub(r"\\\n +", "", page.read_text()) for page in pages] + [cli.train.__doc__]
+    commands = [words for text in texts for words in re.findall(r"(?m)^    oktopk train\b(.*?)(?:  +\S.*)?$", text)]
+    return sorted({" ".join(re.sub("#.*", "", words).split()) for words in commands if "..." not in words})
+
+
+@pytest.mark.parametrize("words", [words for words in documented() if "--resume" not in words])
+def test_what_the_pages_tell_to_type_exchanges_something_sparsely(words, monkeypatch):
+    """On the corpus as it is: at least two workers, and sparse steps, unless it says otherwise."""
+    jobs = []
+    monkeypatch.setattr(cli, "_start", lambda job, workers, _: jobs.append((job.config, workers)))
+    monkeypatch.setattr(cli, "_start_elastic", lambda job, _bounds, _house, n, *_: jobs.append((job.config, n)))
+    monkeypatch.setattr(cli, "_dry_run", lambda job, workers: jobs.append((job.config, workers)))
+    succeed(words)
+    ((config, workers),) = jobs
+    counts = (948, 130) if config.dataset == "an4" else (config.utterances, config.val_utterances)
+    plan = make_plan(config, workers, *counts, data_dir=ROOT, device="cpu")
+    assert plan.warning is None
+    assert plan.sparse_steps or config.is_dense
 
 
 def test_the_plan_of_a_gpt(tmp_path):

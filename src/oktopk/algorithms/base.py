@@ -175,21 +175,32 @@ class _Adapted(Algorithm):
         return self.inner.init(numel, comm, **extra)
 
     def reduce(self, acc: Tensor, state: Any, comm: Comm) -> Reduced:
-        reduced: Reduced = self.inner.reduce(acc, state, comm)
+        reduced = self.inner.reduce(acc, state, comm)
+        if not isinstance(reduced, Reduced):
+            raise SettingError(f"{CONTRACT}; reduce of this {self.name} returned a {type(reduced).__name__}")
         return reduced
+
+
+CONTRACT = "an algorithm has init(numel, comm) -> state and reduce(acc, state, comm) -> Reduced(sum, taken)"
 
 
 def as_algorithm(algorithm: Any) -> Algorithm:
     """Return the object itself if it is an `Algorithm`; any other with `init` and `reduce` is adapted."""
     if isinstance(algorithm, type):
         raise SettingError(f"{algorithm.__name__} is a class: write {algorithm.__name__}(), with brackets")
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    this = f"this {type(algorithm).__name__}"
     missing = [name for name in ("init", "reduce") if not callable(getattr(algorithm, name, None))]
     if missing:
-        raise SettingError(
-            f"an algorithm has init(numel, comm) -> state and reduce(acc, state, comm) -> Reduced(sum, taken); "
-            f"this {type(algorithm).__name__} has no {' and no '.join(missing)}"
-        )
-    return algorithm if isinstance(algorithm, Algorithm) else _Adapted(algorithm)
+        raise SettingError(f"{CONTRACT}; {this} has no {' and no '.join(missing)}")
+    for method, arguments in ((algorithm.init, 2), (algorithm.reduce, 3)):
+        signature = inspect.signature(method)
+        try:
+            signature.bind(*range(arguments))
+        except TypeError as error:
+            raise SettingError(f"{CONTRACT}; {this} has {method.__name__}{signature}: {error}") from None
+    return _Adapted(algorithm)
 
 
 def describe(algorithm: Any) -> str:

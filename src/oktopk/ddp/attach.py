@@ -94,6 +94,7 @@ def attach(
     if sparse_momentum is not None and optimizer is None:
         raise SettingError("sparse_momentum is set in an optimizer: give attach optimizer=, too")
     optimizers = None if optimizer is None else optimizers_of(optimizer, model.parameters())
+    config.optimizer = ", ".join(type(each).__name__ for each in optimizers or ()) or None
     config.exchanges_updates = _exchanges_updates(wrapper, optimizers)
     attached = Attached(model, wrapper, config, scaler, optimizers, sinks, timeout)
     _begin(attached, wrapper)

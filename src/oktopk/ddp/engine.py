@@ -45,6 +45,7 @@ class DDPConfig:
     on_nonfinite: str
     scaled: bool = False  # a GradScaler scales the loss
     sparse_momentum: float | None = None  # of the optimizers; None: of each kind its own
+    optimizer: str | None = None  # the classes of the optimizers that were given
     exchanges_updates: bool = False  # sparse steps exchange what the optimizers moved
 
     def algorithm_at(self, step: int) -> Algorithm | None:
@@ -60,16 +61,13 @@ class DDPConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that all ranks must share; each knows its own `exclude` only as the names it chooses."""
-        rest = (
-            "dense_steps",
-            "clip",
-            "density_schedule",
-            "on_nonfinite",
-            "scaled",
-            "sparse_momentum",
-            "exchanges_updates",
-        )
-        return {"algorithm": describe(self.algorithm.given), **{name: getattr(self, name) for name in rest}}
+        rest = ("dense_steps", "clip", "density_schedule", "on_nonfinite", "optimizer", "sparse_momentum")
+        return {
+            "algorithm": describe(self.algorithm.given),
+            **{name: getattr(self, name) for name in rest},
+            "scaler": "one" if self.scaled else None,
+            "the exchange of updates": self.exchanges_updates,
+        }
 
 
 @dataclass

@@ -109,6 +109,8 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
               _loss_unit(runs[0]), by_epoch("val_loss"), **defined),
         Chart("all-train-loss", "Training loss", "The mean of each epoch's steps.",
               _loss_unit(runs[0]), by_epoch("train_loss"), **defined),
+        Chart("all-loss", "Loss", "As the scripts logged it.", "loss",
+              by_step([run.logged("loss") for run in runs]), **defined),
         Chart("all-sent", "Bytes sent", "By rank 0 since the start, measured.", "bytes sent (B)",
               by_step([_steps(run)[BYTES] for run in runs]), (STEP, SECONDS), "bytes"),
         Chart("all-seconds", "Time of a step", "On rank 0, means over stretches of steps.", "time a step (s)",
@@ -159,7 +161,7 @@ def _learning(run: Run) -> list[Chart]:
     recorded = "The mean over workers.", _loss_unit(run)
     is_logged = "loss" in run.logged_names
     about, unit = ("As the script logged it.", "loss") if is_logged else recorded
-    each_step = Series("loss" if is_logged else "training, each step", loss, "muted", "faint")
+    each_step = Series("loss", loss, "blue") if is_logged else Series("training, each step", loss, "muted", "faint")
     losses = {"training, mean of an epoch": ("train_loss", "blue"), "validation": ("val_loss", "orange")}
     errors = {"WER": ("wer", "orange"), "CER": ("cer", "green")}
     norms = [Group(_steps(run), [Series("gradient delivered", run.column("grad_norm"), "muted", "faint")])]

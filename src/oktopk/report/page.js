@@ -222,5 +222,10 @@
   document.querySelectorAll("a.definition").forEach((link) => link.addEventListener("click", () => { document.getElementById("definitions").open = true; }));
   dark.addEventListener("change", redraw);
   narrow.addEventListener("change", redraw);
-  window.addEventListener("beforeprint", drawAll);
+  const toPaper = (paper) => {  // paper is light, and plots have the colours of when they were drawn
+    document.documentElement.classList.toggle("paper", paper);
+    if (dark.matches) redraw();
+  };
+  window.addEventListener("beforeprint", () => { toPaper(true); drawAll(); });
+  window.addEventListener("afterprint", () => toPaper(false));
 })();

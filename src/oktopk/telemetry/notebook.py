@@ -13,7 +13,7 @@ COLOURS = {"dense": "#8a8f98", "sparse": "#3b82f6"}
 BAR, ROW, LABEL = 260, 22, 130
 """Pixels: length of the longest bar, height of a row, width of the names."""
 
-CELL = 'style="text-align:right"'
+CELL = 'style="text-align:right;padding-left:1em"'
 
 
 def as_html(

@@ -16,6 +16,8 @@ def verdict(
     if not (dense_s and sparse_s):
         return None
     took = f"sparse steps took {sparse_s:.3g} s, dense ones {dense_s:.3g} s: "
+    if dense_bytes == 0:
+        return took + "one rank sends nothing, so that compression cannot pay"
     if abs(sparse_s - dense_s) <= ALIKE * max(sparse_s, dense_s):
         return took + "on this network compression makes no difference"
     if sparse_s < dense_s:

@@ -137,7 +137,7 @@ def train(
     oktopk train --recipe gpt-tiny          a small GPT on the sources of Python
     oktopk train --local-steps 30           the same, with an exchange after each 30 steps
     oktopk train --data-dir DIR --nproc 2   the same on your data (see oktopk data)
-    oktopk train --recipe lstman4 --data-dir DIR --density 0.02
+    oktopk train --recipe lstman4 --data-dir DIR --density 0.02 --nproc 4
     torchrun ... -m oktopk train            workers of a launcher, also mpirun or srun
     oktopk train --resume runs/NAME         go on where a run stopped
 
