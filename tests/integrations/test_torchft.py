@@ -81,10 +81,13 @@ def every_step(worker, manager):
     member = attach(
         net, optimizer, worker.algorithm, manager=manager, dense_steps=3, checkpoint_step=worker.checkpoint_step
     )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
     while True:
         member.zero_grad()
         net(torch.randn(8, 20)).square().mean().backward()
         if member.step():
+            scheduler.step()  # members whose rates differ would have other weights soon
             yield member.step_number, member.size, torch.cat([each.detach().flatten() for each in net.parameters()])
 
 
@@ -144,9 +147,16 @@ def test_a_wrong_lighthouse_is_refused_by_its_address():
         make_manager(f"http://{HERE}:9", HERE, name="m", min_members=1, patience=PATIENCE)
     with pytest.raises(SettingError, match="wanted an address as HOST:PORT"):
         split_address("somewhere")
+    other = NamedTransport(HERE)  # listens, and is no lighthouse
+    try:
+        with pytest.raises(PeerError, match=r"no lighthouse answers at http.*: something else listens there"):
+            make_manager(other.metadata().rstrip("/"), HERE, name="m", min_members=1, patience=PATIENCE)
+    finally:
+        other.shutdown()
 
 
-def test_a_transport_serves_a_copy_for_one_step_and_loads_no_code():
+def test_a_transport_serves_a_copy_for_one_step_and_loads_no_code(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not asked
     transport = NamedTransport(HERE, timedelta(seconds=2))
     weights = torch.ones(3)
     try:

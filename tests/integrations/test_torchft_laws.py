@@ -1,17 +1,20 @@
 """The residual law under members that come and go, on threads: no lighthouse, and every membership in milliseconds."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk import Dense, GTopk, OkTopk, PeerError, SettingError, StateError, TopkDSA, run_local
+from oktopk import Dense, GTopk, NonFiniteError, OkTopk, PeerError, SettingError, StateError, TopkDSA, run_local
 from oktopk.comm import Comm
 from oktopk.errors import MismatchError
 
 pytest.importorskip("torchft", reason="oktopk[torchft] is not installed")
 
 from oktopk.integrations.torchft.attach import Member, attach
+from oktopk.integrations.torchft.local import LocalSteps
 from oktopk.integrations.torchft.members import Members
 
 SHAPE = (24, 17)
@@ -151,7 +154,39 @@ class Run:
         assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
-def heal(member: Member, source: Member) -> None:
+def make_local(algorithm: object = None, dtype: torch.dtype = torch.float32, **settings: object) -> LocalSteps:
+    torch.manual_seed(7)
+    net = torch.nn.Linear(*reversed(SHAPE), bias=False).to(dtype)
+    return LocalSteps(
+        net, torch.optim.SGD(net.parameters(), lr=1.0), algorithm or OkTopk(density=0.05, wire="fp32"), every=10**9,
+        manager=FakeManager(), exclude=(), make_comm=lambda manager: manager.comm, timeout=0.01, **settings,
+    )  # fmt: skip
+
+
+class LocalRun(Run):
+    """A run of `LocalSteps`, whose movements are given; each step is an exchange."""
+
+    def move(self) -> None:
+        """Let all members move, and take that for owed."""
+        for member in self.members:
+            weight = member.model.weight.detach()
+            before = weight.clone()
+            weight -= 0.1 * torch.randn(SHAPE, generator=self.draws)
+            self.owed_before += (before.double() - weight.double()).flatten() / len(self.members)
+
+    def exchange(self, breaking: tuple[int, int] | None = None, *, flush: bool = False) -> None:
+        def work(comm: Comm) -> None:
+            member = self.members[comm.rank]
+            at = breaking is not None and breaking[0] == comm.rank
+            manager_of(member).comm = Breaking(comm, breaking[1]) if at else comm
+            manager_of(member)._quorum_id = self.quorum
+            member.synchronize(flush=flush)
+
+        self.quorum += 1
+        run_local(len(self.members), work)
+
+
+def heal(member: Member | LocalSteps, source: Member | LocalSteps) -> None:
     load, _ = manager_of(member).state["oktopk"]
     load(manager_of(source).state["oktopk"][1]())
 
@@ -210,6 +245,100 @@ def test_an_error_in_any_collective_leaves_the_step_uncommitted_on_all(size, who
     run.check()
 
 
+EVENTS = st.lists(st.sampled_from(["exchange", "break", "nan", "leave", "join", "resume"]), min_size=1, max_size=8)
+
+
+@settings(max_examples=12)
+@given(events=EVENTS, at=st.integers(0, 6), algorithm=ALGORITHMS)
+def test_what_members_moved_is_conserved_at_every_change(events, at, algorithm):
+    """Local steps: movements are delivered or held back, but for what a member that leaves takes with it."""
+    run = LocalRun([make_local(algorithm, on_nonfinite="skip") for _ in range(3)])
+    lost = torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.float64)
+    for event in ["exchange", *events, "exchange"]:
+        if event == "break":
+            run.move()
+            before = [(each.residual["weight"], each.agreed["weight"], each.exchanges) for each in run.members]
+            try:
+                run.exchange((at % len(run.members), at))
+            except PeerError:  # nobody has anything of it, and the movements are still to be exchanged
+                for member, (residual, agreed, exchanges) in zip(run.members, before, strict=True):
+                    assert member.exchanges == exchanges
+                    assert torch.equal(member.residual["weight"], residual)
+                    assert torch.equal(member.agreed["weight"], agreed)
+                    member.exchange.members._quorum_id = None
+                run.exchange()
+        elif event == "nan":
+            run.members[-1].model.weight.data[2, 3] = float("nan")
+            run.exchange()
+            assert all(member.exchange.last.skipped for member in run.members)
+        elif event == "leave" and len(run.members) > 1:
+            gone = run.members.pop()
+            lost += gone.residual["weight"].double() / (len(run.members) + 1)
+        elif event == "join":
+            run.members.insert(0, make_local(algorithm, on_nonfinite="skip"))
+            heal(run.members[0], run.members[1])
+        elif event == "resume":
+            run.move()
+            run.exchange(flush=True)
+            assert not owed(run.members).any()
+            saved = run.members[0].state_dict()
+            run.members = [make_local(algorithm, on_nonfinite="skip") for _ in range(2)]
+            for member in run.members:
+                member.load_state_dict(saved)
+        run.move()
+        run.exchange()
+        run.check(lost)
+
+
+def test_a_nan_in_a_movement_raises_on_all_and_changes_nothing():
+    run = LocalRun([make_local() for _ in range(3)])
+    run.move()
+    run.exchange()
+    before = [(each.residual["weight"], each.agreed["weight"]) for each in run.members]
+    run.members[1].model.weight.data[2, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"rank 1.*weight"):
+        run.exchange()
+    for member, (residual, agreed) in zip(run.members, before, strict=True):
+        assert torch.equal(member.residual["weight"], residual)
+        assert torch.equal(member.agreed["weight"], agreed)
+
+
+def test_narrow_weights_move_the_agreed_point_by_less_than_they_can_hold():
+    run = LocalRun([make_local(Dense(), torch.bfloat16, outer=lambda tensors: torch.optim.SGD(tensors, lr=2.0**-12))])
+    start = run.members[0].agreed["weight"]
+    for _ in range(8):
+        run.members[0].model.weight.data -= 0.125
+        run.exchange()
+    way = start - run.members[0].agreed["weight"]
+    assert (way / (8 * 0.125 * 2.0**-12) - 1).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("make", [make_member, make_local])
+def test_members_that_start_with_other_weights_are_refused(make):
+    """A Manager with init_sync=False heals nobody before the first step."""
+    members = [make(), make(), make()]
+    members[2].model.weight.data[0, 0] += 1e-3
+    if make is make_local:
+        members[2] = LocalSteps(
+            members[2].model, members[2].optimizer, OkTopk(density=0.05, wire="fp32"), every=10**9, exclude=(),
+            manager=FakeManager(), make_comm=lambda manager: manager.comm, timeout=0.01,
+        )  # fmt: skip
+    found = []
+
+    def meet(comm: Comm) -> None:
+        manager_of(members[comm.rank]).comm = comm
+        try:
+            members[comm.rank].exchange.meet()
+        except MismatchError as error:
+            found.append(str(error))
+            raise
+
+    with pytest.raises((MismatchError, PeerError)):
+        run_local(3, meet)
+    assert len(found) == 1
+    assert "disagree on the weights that they start from" in found[0]
+
+
 def test_a_member_that_missed_the_votes_heals_and_delivers_nothing_twice():
     run = Run([make_member() for _ in range(3)])
     assert all(run.step())
@@ -254,6 +383,35 @@ def test_a_quorum_before_the_checkpoint_is_refused():
     run = Run([make_member(checkpoint_step=40)])
     with pytest.raises(StateError, match="step 0 or before, and the run has reached step 40"):
         run.step()
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ({"the version of oktopk": "0.0.1"}, "the version of oktopk: here it is 0.0.1, there "),
+        ({"the parameters": ["weight [24, 18] torch.float32"]}, r"the parameters: here it is weight \[24, 18\]"),
+        ({"algorithm": "TopkA()"}, r"algorithm: here it is TopkA\(\), there OkTopk"),
+    ],
+)
+def test_a_member_of_another_version_model_or_algorithm_is_refused_by_name(here, there, monkeypatch):
+    run = Run([make_member(), make_member(), make_member()])
+    other, plain = run.members[2].exchange.members, run.members[2].exchange.settings()
+    monkeypatch.setattr(other, "_settings", lambda: {**plain, **here})
+    found = []
+
+    def meet(comm: Comm) -> None:
+        manager_of(run.members[comm.rank]).comm = comm
+        try:
+            run.members[comm.rank].zero_grad()
+        except MismatchError as error:
+            found.append((comm.rank, str(error)))
+            raise
+
+    with pytest.raises((MismatchError, PeerError)):
+        run_local(3, meet)
+    assert [rank for rank, _ in found] == [2]
+    assert re.search(f"disagree on {there}", found[0][1])
+    assert all(each.step_number == 0 for each in run.members)
 
 
 def test_a_member_with_other_settings_is_refused_by_name_and_the_others_go_on():

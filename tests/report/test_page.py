@@ -108,6 +108,15 @@ def test_charts_have_titles_units_and_data() -> None:
     assert not any(charts_of(Run()).values())
 
 
+def test_members_are_drawn_if_they_came_and_went() -> None:
+    records = make_run(steps=6, dense_steps=2)
+    assert not any(chart.name == "members" for chart in charts_of(Run(records))["Balance"])
+    sizes = [2, 3, 3, 2, 4, 4]
+    for size, step in zip(sizes, (record for record in records if record["kind"] == "step"), strict=True):
+        step["world_size"] = size
+    assert chart_of(Run(records), "Balance", "members").groups[0].series[0].y.tolist() == sizes
+
+
 COLUMN = st.lists(st.one_of(st.just(np.nan), st.floats(-1e6, 1e6)), min_size=1, max_size=300)
 
 

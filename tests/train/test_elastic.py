@@ -19,7 +19,8 @@ from oktopk.train.config import make_config
 from oktopk.train.data.loader import Batches
 from oktopk.train.data.manifest import Utterance
 from oktopk.train.data.text import Windows
-from oktopk.train.elastic import share_of
+from oktopk.train.elastic import elastic_part, share_of
+from oktopk.train.folder import FolderRecords, give_number
 from oktopk.train.rundir import RunDir
 from oktopk.train.supervisor import bounds_of, check_possible
 
@@ -65,11 +66,55 @@ def test_what_cannot_run_is_refused(tmp_path):
         with pytest.raises(SettingError, match="such as 2:4, not"):
             bounds_of(text)
     with pytest.raises(SettingError, match=r"--nproc 5 is more than --elastic 2:4 allows|oktopk\[torchft\]"):
-        check_possible(bounds_of("2:4"), 5)
+        check_possible(make_config({}), bounds_of("2:4"), 5)
+    for name, value in {"local_steps": 30, "clip_place": "local", "precision": "bf16", "device": "cuda"}.items():
+        with pytest.raises(SettingError, match=f"--elastic cannot have {name} {value}, but "):
+            check_possible(make_config({name: value, "dense_steps": 0}), bounds_of("2:4"), 2)
+    with pytest.raises(SettingError, match=r"wanted an address as HOST:PORT|oktopk\[torchft\]"):
+        check_possible(make_config({}), bounds_of("2:4"), 2, "somewhere")
     run = RunDir.create(tmp_path, "a", make_config({}))
     folder = checkpoint.save_shared(run, 3, {"elastic": {}}, 2)
     with pytest.raises(StateError, match="go on with it with --elastic"):
         checkpoint.load(folder, 0, 2)
+    with pytest.raises(StateError, match="a run without --elastic: go on with it without"):
+        elastic_part({"trainer": {}}, folder)
+
+
+def steps_in(run):
+    return [record["step"] for record in read_records(run.metrics) if record["kind"] == "step"]
+
+
+def test_when_the_writer_dies_another_member_goes_on_with_every_step_once(tmp_path):
+    run = RunDir.create(tmp_path, "a", make_config({}))
+    give_number(run)
+    run.metrics.write_text('{"kind": "run", "step": 0}\n')
+    writer, other, late = (FolderRecords(run) for _ in range(3))
+
+    def make(step, writing=(), silent=()):
+        record = {"kind": "step", "step": step, "epoch": step // 4}
+        for member, writes in [*((each, True) for each in writing), *((each, False) for each in silent)]:
+            member.add(record, writes=writes)
+            if step % 4 == 3:
+                member.add({"kind": "epoch", "step": step + 1, "epoch": step // 4}, writes=writes)
+
+    for step in range(14):
+        make(step, [writer], [other])
+    make(14, [], [other])  # the writer was killed between the step and its record
+    make(15, [other])
+    with run.metrics.open("a") as file:
+        file.write('{"kind": "st')  # and so was the next one
+    make(16, [], [late])
+    make(17, [late])
+    assert steps_in(run) == [*range(16), 16, 17]
+    assert [record["epoch"] for record in read_records(run.metrics) if record["kind"] == "epoch"] == [0, 1, 2, 3]
+    again = FolderRecords(run)  # all were killed, and went on from the checkpoint of step 9
+    make(9, [again])
+    assert steps_in(run) == list(range(10))
+    assert next(iter(read_records(run.metrics)))["kind"] == "run"
+    give_number(run)  # as on --resume: it stays
+    elsewhere = RunDir.create(tmp_path, "b", make_config({}))
+    give_number(elsewhere)
+    assert FolderRecords(elsewhere).number != FolderRecords(run).number == writer.number
 
 
 @pytest.mark.slow
@@ -93,8 +138,10 @@ def test_a_run_outlives_a_kill_takes_the_member_back_and_leaves_no_utterance_out
     for epoch in range(2):
         assert sum(step["utterances"] for step in steps if step["epoch"] == epoch) == 49
     assert [step["step"] for step in steps] == list(range(len(steps)))
+    assert any(record["kind"] == "event" and record["event"] == "members" for record in records)
     assert any(step["lost_mass"] is not None for step in steps)  # the killed one is known to be gone
     assert "was killed by signal 9, and starts again" in said.read_text()
+    assert "torchft::" not in said.read_text()  # which tells of each quorum
 
 
 def _wait_for(path, condition, process):

@@ -189,7 +189,7 @@ def _draw_loss(axes: Any, palette: dict[str, str], result: dict[str, Any]) -> No
     for name, colour, label in (("loss", "orange", "with faults"), ("calm_loss", "blue", "without")):
         points = result["curves"][name]
         axes.plot([step for step, _ in points], [loss for _, loss in points], color=palette[colour], label=label)
-    axes.set(title="loss of held-out data", xlabel="committed steps")
+    axes.set(title="loss of held-out data", xlabel="committed steps", ylabel="loss (nats)")
     axes.legend(frameon=False)
 
 

@@ -54,17 +54,16 @@ def be_member(host: Host, lighthouse: Host, number: int, life: int, settings: di
 
 
 def _train(host: Host, lighthouse: Host, number: int, settings: dict[str, Any], log: _Log) -> None:
-    patience = Patience(**settings["patience"])
-    manager, close = make_manager(
-        f"http://{lighthouse.address}:{PORT}", host.address, name=f"m{number}",
-        min_members=settings["min_members"], patience=patience,
-    )  # fmt: skip
     torch.manual_seed(settings["seed"])
-    net, task = make_net(), Task(settings["seed"])
+    net, task, algorithm = make_net(), Task(settings["seed"]), OkTopk(density=settings["density"])
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+    manager, close = make_manager(  # last, because the others may wait for a member that has one
+        f"http://{lighthouse.address}:{PORT}", host.address, name=f"m{number}",
+        min_members=settings["min_members"], patience=Patience(**settings["patience"]),
+    )  # fmt: skip
     member = attach(
-        net, optimizer, OkTopk(density=settings["density"]), manager=manager, dense_steps=settings["dense_steps"],
-        exclude=(), timeout=settings["hang_s"],
+        net, optimizer, algorithm, manager=manager, dense_steps=settings["dense_steps"], exclude=(),
+        timeout=settings["hang_s"],
     )  # fmt: skip
     while not settings["steps"] or member.step_number < settings["steps"]:
         law = _join(member)

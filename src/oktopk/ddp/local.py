@@ -97,7 +97,7 @@ class LocalSteps(Handle):
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._parts = self._share_out(model, int(within("fragments", fragments, 1, within("every", every, 1))))
         names = [name for part in self._parts[self._place] for name in part]
-        self._agreed = {name: _wide(self._weight(name)).clone(memory_format=torch.contiguous_format) for name in names}
+        self._agreed = {name: wide(self._weight(name)).clone(memory_format=torch.contiguous_format) for name in names}
         made = OUTER[one_of("outer optimizer", outer, OUTER)] if isinstance(outer, str) else outer
         self._outer = made(list(self._agreed.values()))
         used = algorithm_of(algorithm)
@@ -255,7 +255,7 @@ class LocalSteps(Handle):
         parts = torch.split(moved, [self._agreed[name].numel() for name in group.names])
         for name, part in zip(group.names, parts, strict=True):
             start, now = self._agreed[name], self._weight(name)
-            torch.sub(_wide(start.to(now.dtype)), _wide(now), out=part.view_as(start))
+            torch.sub(wide(start.to(now.dtype)), wide(now), out=part.view_as(start))
         return moved
 
     def _weight(self, name: str) -> Tensor:
@@ -314,7 +314,7 @@ class LocalSteps(Handle):
         flight, owed = saved["flight"], dict(saved["residual"])
         for name, agreed in saved["agreed"].items():
             start = flight["sent_at"].get(name, agreed) if "sent_at" in flight else agreed
-            owed[name] = owed[name] + _movement(start, saved["weights"][name])
+            owed[name] = owed[name] + movement(start, saved["weights"][name])
         return owed
 
     @torch.no_grad()
@@ -458,11 +458,11 @@ def _local(parameter: Tensor) -> Tensor:
         return parameter.detach() if to_local is None else to_local()
 
 
-def _movement(start: Tensor, now: Tensor) -> Tensor:
+def movement(start: Tensor, now: Tensor) -> Tensor:
     """Return start - now, flat, where the weights began at `start` as their dtype has it."""
-    return (_wide(start.to(now.dtype)) - _wide(now)).reshape(-1)
+    return (wide(start.to(now.dtype)) - wide(now)).reshape(-1)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """Return it as residuals are kept: float64 as it is, anything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

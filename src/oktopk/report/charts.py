@@ -288,7 +288,11 @@ def _balance(run: Run) -> list[Chart]:
     average = owned.mean(axis=0) if len(names) else np.empty(0)
     loads = [quotients(y, average) for y in owned]
     series = [Series(f"region of rank {owner}", y, f"rank{owner}", "faint") for owner, y in enumerate(loads)]
+    members = run.column("world_size")
+    come_and_go = [Series("members", members, "blue")] if len({*members[~np.isnan(members)]}) > 1 else []
     return [
+        Chart("members", "Members", "That made each step together: they came and went.", "members",
+              [Group(_steps(run), come_and_go)], (STEP, SECONDS), wide=True, definition=TRAINING),
         Chart("ranks", "Bytes by rank", "All steps together, as each rank measured them.", "bytes (B)",
               [Group({STEP: floats(ranks)}, bars)], kind="bytes", labels=[str(rank) for rank in ranks], x_title="rank"),
         Chart("owners", "Load of the regions' owners", "Elements delivered from each region, over the mean: 1 is even.",

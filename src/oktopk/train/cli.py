@@ -23,7 +23,7 @@ from oktopk.train.console import Console, end_table
 from oktopk.train.data import loader, synth
 from oktopk.train.dist import Place, end_with_starter, find_place
 from oktopk.train.divergence import DivergedError
-from oktopk.train.elastic import Bounds, be_member
+from oktopk.train.elastic import Bounds, be_member, elastic_part
 from oktopk.train.models.gpt import SIZES
 from oktopk.train.plan import make_plan
 from oktopk.train.recipes import DEFAULT, OF_NET, load_recipe, recipe_names
@@ -237,7 +237,7 @@ def _start_elastic(
     job: Job, bounds: Bounds, lighthouse: str | None, workers: int, max_restarts: int, dry_run: bool
 ) -> None:
     """Run members of an elastic run on this machine."""
-    supervisor.check_possible(bounds, workers)
+    supervisor.check_possible(job.config, bounds, workers, lighthouse)
     if dry_run:
         return _dry_run(job, workers)
     workload = workload_of(job.config)
@@ -245,13 +245,15 @@ def _start_elastic(
     data = workload(job.config)
     data.batches(1)
     run, threads = job.folder(), threads_of(job.config, workers)
-    plan = make_plan(job.config, workers, data.num_train, data.num_val, workload.data_dir_of(job.config), "cpu")
+    size = max(workers, bounds.least)  # at least, with those of other machines
+    plan = make_plan(job.config, size, data.num_train, data.num_val, workload.data_dir_of(job.config), "cpu")
     run_logger, console = RunLogger(run, 0), Console(0, job.config.max_epochs)
     if job.resume is None:
         begin(plan, run_logger, console)
     else:
         saved = checkpoint.load_shared(job.resume)
-        run_logger.go_on_from(saved["elastic"]["manager"]["step"], saved["trainer"]["progress"]["epoch"])
+        step = elastic_part(saved, job.resume)["manager"]["step"]
+        run_logger.go_on_from(step, saved["trainer"]["progress"]["epoch"])
     run_logger.close()
     try:
         supervisor.run_members(run.path, bounds, lighthouse, workers, max_restarts, threads, console.say)

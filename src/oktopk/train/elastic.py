@@ -22,10 +22,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from oktopk.errors import MismatchError, PeerError, StateError
 from oktopk.partition import even_cuts
+from oktopk.reducer import compile_kernels
 from oktopk.telemetry.figures import finite
-from oktopk.telemetry.schema import AnyRecord, EpochRecord, TrainStep, to_json
+from oktopk.telemetry.schema import EpochRecord, TrainStep
 from oktopk.train import checkpoint
 from oktopk.train.config import Config
+from oktopk.train.folder import FolderRecords
 from oktopk.train.models import make_model
 from oktopk.train.optimizers import make_optimizers, set_rates
 from oktopk.train.rundir import RunDir
@@ -77,14 +79,15 @@ def be_member(run: RunDir, lighthouse: str, bounds: Bounds) -> None:
     for name in ("torchft", "torchft.manager", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a member that dies would fill the terminal
     warnings.simplefilter("ignore")
-    collective_s = min(config.timeout_s, COLLECTIVE_S)
-    patience = Patience(collective_s=collective_s, quorum_s=config.timeout_s)
-    address = address_towards(lighthouse)
+    trainer = ElasticTrainer(config, run, bounds)  # first, because the others may wait for a member that has a manager
+    patience = Patience(collective_s=min(config.timeout_s, COLLECTIVE_S), quorum_s=config.timeout_s)
     manager, close = make_manager(
-        lighthouse, address, name=f"worker-{os.getpid()}", min_members=bounds.least, patience=patience
-    )
+        lighthouse, address_towards(lighthouse), name=f"worker-{os.getpid()}", min_members=bounds.least,
+        patience=patience,
+    )  # fmt: skip
     try:
-        ElasticTrainer(config, run, manager, bounds).run()
+        trainer.join(manager)
+        trainer.run()
     finally:
         close()
 
@@ -92,33 +95,40 @@ def be_member(run: RunDir, lighthouse: str, bounds: Bounds) -> None:
 class ElasticTrainer:
     """A member of the run."""
 
-    def __init__(self, config: Config, run: RunDir, manager: Any, bounds: Bounds) -> None:
-        from oktopk.integrations.torchft import attach
+    member: Member
 
+    def __init__(self, config: Config, run: RunDir, bounds: Bounds) -> None:
         self.config, self.run_dir, self.bounds, self.progress = config, run, bounds, Progress()
         self.workload = workload_of(config)(config)
         self.batches, self.validation = self.workload.batches(1)
         torch.manual_seed(config.seed)
         self.net = make_model(config.dnn)
         self.optimizers = make_optimizers(self.net, config)
-        last = checkpoint.find_last(run)
+        self._records, self._speaks = FolderRecords(run), False  # whether this member writes its folder's
+        self._is_new, self._size = True, 0
+        compile_kernels(config.algorithm(), torch.float32)
+
+    def join(self, manager: Any) -> None:
+        """Become a member, at the newest checkpoint of this run's folder if there is one."""
+        from oktopk.integrations.torchft import attach
+
+        config, last = self.config, checkpoint.find_last(self.run_dir)
         saved = None if last is None else checkpoint.load_shared(last)
-        self.member: Member = attach(
+        self.member = attach(
             self.net,
             self.optimizers,
             config.algorithm(),
             manager=manager,
             dense_steps=NEVER if config.is_dense else config.dense_steps,
-            on_nonfinite="raise",
+            on_nonfinite=config.on_nonfinite,
             sparse_momentum=config.sparse_momentum,
-            checkpoint_step=0 if saved is None else _elastic_part(saved, last)["manager"]["step"],
+            checkpoint_step=0 if saved is None else elastic_part(saved, last)["manager"]["step"],
             timeout=config.timeout_s,
         )
         manager.register_state_dict_fn("trainer", self._load, self._save)
         if saved is not None:
-            self.member.load_state_dict(_elastic_part(saved, last))
+            self.member.load_state_dict(elastic_part(saved, last))
             self._load(saved["trainer"])
-        self._is_new = True
 
     def run(self) -> None:
         """Train to the end."""
@@ -148,22 +158,26 @@ class ElasticTrainer:
         progress, config, left = self.progress, self.config, self.workload.num_train - self.progress.cursor
         each = config.batch_size * config.nsteps_update
         count, mine = share_of(left, each, self.member.size, self.member.rank)
+        met = time.perf_counter()
         loss_sum = self._forward_backward([order[progress.cursor + i] for i in mine], count)
+        compute = time.perf_counter() - met
         rates = config.rates_at(progress.epoch, "dense", progress.cursor / self.workload.num_train)
         set_rates(self.optimizers, rates.lr, rates.momentum)
         step, norm = self.member.step_number, list[Tensor]()
         limit = config.clip if config.clip else math.inf
         committed = self.member.step(
             flush=self._is_checkpoint_after(step, count == left),
-            figures=(loss_sum,),
+            figures=(loss_sum, self._records.number),
             before_update=lambda: norm.append(clip_grad_norm_(self.net.parameters(), limit)),
         )
         if not committed:
             return False
         self._is_new = False
+        folders = [number for _, number in self.member.told]
+        self._speaks = folders.index(self._records.number) == self.member.rank
         loss = math.fsum(told[0] for told in self.member.told) / count
         progress.cursor, progress.loss_sum = progress.cursor + count, progress.loss_sum + loss * count
-        self._record(loss, count, rates.lr, rates.momentum, float(norm[0]), time.perf_counter() - start)
+        self._record(loss, count, rates.lr, rates.momentum, float(norm[0]), compute, time.perf_counter() - start)
         every = config.checkpoint_every
         if every and (step + 1) % every == 0 and count != left:
             self._checkpoint()
@@ -204,11 +218,11 @@ class ElasticTrainer:
             train_loss=finite(progress.loss_sum / max(progress.cursor, 1)),
             lr=config.rates_at(progress.epoch, "dense").lr, **figures,  # type: ignore[arg-type]
         )  # fmt: skip
-        self._write(record)
+        self._records.add(record, writes=self._speaks)
         if is_whole:
             progress.epoch, progress.cursor, progress.loss_sum = progress.epoch + 1, 0, 0.0
         self._checkpoint()
-        if self.member.rank == 0:
+        if self._speaks:
             names = ("train_loss", "val_loss", self.workload.error)
             said = ", ".join(
                 f"{name} {getattr(record, name):.4g}" for name in names if getattr(record, name) is not None
@@ -224,26 +238,27 @@ class ElasticTrainer:
         return self.workload.figures([math.fsum(each) for each in zip(*found, strict=True)])
 
     def _checkpoint(self) -> None:
-        if self.member.rank == 0:
+        if self._speaks:
             shared = {"elastic": self.member.state_dict(), "trainer": self._save()}
             checkpoint.save_shared(self.run_dir, self.member.step_number, shared, self.member.size)
 
-    def _record(self, loss: float, count: int, lr: float, momentum: float, norm: float, seconds: float) -> None:
+    def _record(
+        self, loss: float, count: int, lr: float, momentum: float, norm: float, compute: float, seconds: float
+    ) -> None:
         made = self.member.last
         assert made is not None
-        split = {"data": 0.0, "compute": seconds, "wait": 0.0, "update": 0.0}
-        self._write(
+        split = {"data": 0.0, "compute": compute, "wait": seconds - compute, "update": 0.0}
+        self._records.add(
             TrainStep(
                 **{**vars(made), "buckets": ()}, epoch=self.progress.epoch, loss=finite(loss), lr=lr, momentum=momentum,
                 grad_norm=finite(norm), residual_norm=None, utterances=count, characters=0, split=split, ranks=[],
-            )
+            ),
+            writes=self._speaks,
         )  # fmt: skip
-
-    def _write(self, record: AnyRecord) -> None:
-        """Append a record, if this member speaks for all; the system keeps lines of several processes apart."""
-        if self.member.rank == 0:
-            with self.run_dir.metrics.open("a", encoding="utf-8") as file:
-                file.write(to_json(record) + "\n")
+        if self.member.size != self._size:
+            self._size = self.member.size
+            event = {"kind": "event", "event": "members", "step": made.step, "message": f"{self._size} members"}
+            self._records.add(event, writes=self._speaks)
 
     def _save(self) -> dict[str, Any]:
         settings = {name: getattr(self.config, name) for name in SHARED_SETTINGS}
@@ -259,7 +274,8 @@ class ElasticTrainer:
         self.progress = Progress(**saved["progress"])
 
 
-def _elastic_part(saved: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+def elastic_part(saved: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return the part of a checkpoint that members share; refuse one of a run without --elastic."""
     if "elastic" not in saved:
         raise StateError(f"{folder} is a checkpoint of a run without --elastic: go on with it without --elastic")
     part: dict[str, Any] = saved["elastic"]

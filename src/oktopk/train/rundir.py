@@ -167,12 +167,15 @@ class RunLogger:
 def forget_from(path: Path, step: int, epoch: int) -> None:
     """Drop the records that a run will make again from `step` on, amid `epoch`, and a last line that was cut off."""
 
-    def is_before(record: Record) -> bool:
-        if record["kind"] == "epoch":
-            return bool(record["epoch"] < epoch)
-        return bool(record.get("step", 0) < step)  # the run's own record stays unless the run begins again
+    kept = [record for record in read_records(path) if is_before(record, step, epoch)]
+    write_text(path, "".join(f"{to_json(record)}\n" for record in kept))
 
-    write_text(path, "".join(f"{to_json(record)}\n" for record in read_records(path) if is_before(record)))
+
+def is_before(record: Record, step: int, epoch: int) -> bool:
+    """Whether a record is from before a step, which is amid an epoch."""
+    if record["kind"] == "epoch":
+        return bool(record["epoch"] < epoch)
+    return bool(record.get("step", 0) < step)  # the run's own record stays unless the run begins again
 
 
 def write_text(path: Path, text: str) -> None:

@@ -12,12 +12,21 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from oktopk.algorithms.base import AUTO
 from oktopk.errors import PeerError, SettingError
 from oktopk.telemetry.format import count
+from oktopk.train.config import Config
 from oktopk.train.dist import HERE, STARTER
 from oktopk.train.elastic import Bounds
+from oktopk.train.folder import give_number
+from oktopk.train.rundir import RunDir
 
+HERE_AT = f"{HERE}:0"
 LOOK_S = 0.1
+POSSIBLE: dict[str, tuple[object, ...]] = {
+    "local_steps": (0,), "clip_place": ("global",), "precision": (AUTO, "fp32"), "device": ("auto", "cpu"),
+}  # fmt: skip
+"""Values of the settings of which members without DDP, on the CPU, cannot have all."""
 END_S = 5.0
 """Seconds that members get to end after a signal."""
 
@@ -34,12 +43,21 @@ def bounds_of(text: str) -> Bounds:
     return Bounds(int(match[1]), int(match[2]))
 
 
-def check_possible(bounds: Bounds, workers: int) -> None:
+def check_possible(config: Config, bounds: Bounds, workers: int, lighthouse: str | None = None) -> None:
     """Refuse what cannot run, before anything starts."""
+    for name, can_be in POSSIBLE.items():
+        if getattr(config, name) not in can_be:
+            raise SettingError(
+                f"--elastic cannot have {name} {getattr(config, name)}, but {' or '.join(map(str, can_be))}"
+            )
     if find_spec("torchft") is None:
         raise SettingError("--elastic runs on torchft: pip install 'oktopk[torchft]'")
     if workers > bounds.most:
         raise SettingError(f"--nproc {workers} is more than --elastic {bounds.least}:{bounds.most} allows")
+    os.environ.setdefault("RUST_LOG", "error")  # before the import, which reads it
+    from oktopk.integrations.torchft.start import split_address
+
+    split_address(lighthouse or HERE_AT)
 
 
 def run_members(
@@ -57,13 +75,13 @@ def run_members(
     """
     from oktopk.integrations.torchft.start import Lighthouse, Patience, answers
 
-    os.environ.setdefault("RUST_LOG", "error")
+    give_number(RunDir(run))
     with ExitStack() as ending:
         if lighthouse is not None and answers(lighthouse):
             url = f"http://{lighthouse.removeprefix('http://')}"
             say(f"joining the run at {url}")
         else:
-            server = Lighthouse(lighthouse or f"{HERE}:0", bounds.least, Patience())
+            server = Lighthouse(lighthouse or HERE_AT, bounds.least, Patience())
             ending.callback(server.close)
             url = server.url
             say(f"the lighthouse is {url}: others join with --elastic {bounds.least}:{bounds.most} --lighthouse {url}")

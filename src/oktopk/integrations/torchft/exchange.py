@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from oktopk.ddp.engine import DDPConfig
 from oktopk.ddp.exclude import excluded
 from oktopk.errors import NonFiniteError, PeerError, StateError
 from oktopk.integrations.torchft.members import Ballot, Meeting, Members, check_settings
+from oktopk.kernels import WORTH_COMPILING
 from oktopk.reducer import compile_kernels
 from oktopk.steps import MadeStep, StepContext, make_groups
 from oktopk.steps.host import HostSteps
@@ -63,8 +65,9 @@ class Exchange:
             group.lay_out_(dense.__contains__)
         self._save, self._load = save, load
         self.members = Members(
-            manager, self.settings, self._has_residual, timeout, checkpoint_step, make_comm=make_comm
-        )
+            manager, self.settings, self._has_residual, timeout, checkpoint_step, make_comm=make_comm,
+            start=lambda: _digest_of(self.vectors.values()),
+        )  # fmt: skip
         self.last: StepRecord | None = None
         self.summary, self.sinks = Summary(), Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))
         self.size = 0  # of the members, as the residuals are scaled
@@ -72,7 +75,8 @@ class Exchange:
         self._lost_mass: float | None = None
         self._steps: HostSteps | None = None
         self._ended_s: float | None = None
-        if type(config.algorithm.given) in ALGORITHMS.values():
+        is_worth_it = max((group.numel for group in self.groups), default=0) >= WORTH_COMPILING
+        if is_worth_it and type(config.algorithm.given) in ALGORITHMS.values():
             compile_kernels(config.algorithm, torch.float32)  # not while the others wait
         manager.register_state_dict_fn("oktopk", self.load_state_dict, self.state_dict)
 
@@ -210,6 +214,13 @@ class Exchange:
         self._ended_s, self._lost_mass = now_s, None
         self.summary.add_(self.last)
         self.sinks.write(self.last)
+
+
+def _digest_of(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

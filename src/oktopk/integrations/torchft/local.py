@@ -20,7 +20,7 @@ from oktopk.algorithms import Algorithm
 from oktopk.comm import Comm
 from oktopk.ddp.exclude import Exclusion, rules_for
 from oktopk.ddp.handle import algorithm_of
-from oktopk.ddp.local import OUTER, LocalConfig
+from oktopk.ddp.local import OUTER, LocalConfig, movement, wide
 from oktopk.errors import PeerError, one_of, within
 from oktopk.integrations.torchft.attach import check_model
 from oktopk.integrations.torchft.exchange import Exchange, State
@@ -38,7 +38,9 @@ class LocalSteps:
     manager           a torchft Manager with use_async_quorum=False; its timeouts must exceed the time of `every` steps
     checkpoint_step   exchanges of the run's newest checkpoint: a quorum of members that are all before it is refused
 
-    The other settings are those of `oktopk.LocalSteps`; there is no delay and one fragment.
+    The other settings are those of `oktopk.LocalSteps`; there is no delay and one fragment. Before the first exchange
+    members must have the same weights. A Manager with init_sync=True makes them so, and drops the movements of all but
+    one member. With init_sync=False seed all alike.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LocalSteps:
         outer: str | Callable[[Iterable[Tensor]], Optimizer] = "sgd",
         feedback_decay: float = 1.0,
         exclude: Exclusion | Iterable[Exclusion] | None = None,
+        on_nonfinite: str = "raise",
         sinks: Sequence[Sink | Callable[[StepRecord], object]] = (),
         checkpoint_step: int = 0,
         timeout: float = 300.0,
@@ -60,13 +63,14 @@ class LocalSteps:
         check_model(model)
         self.model, self.optimizer, self._since = model, optimizer, 0
         self._weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._agreed = {name: each.detach().clone() for name, each in self._weights.items()}
+        self._agreed = {name: wide(each.detach()).clone() for name, each in self._weights.items()}
         made = OUTER[one_of("outer optimizer", outer, OUTER)] if isinstance(outer, str) else outer
         self._outer = made(list(self._agreed.values()))
         used = algorithm_of(algorithm)
         config = LocalConfig(
             algorithm=used, dense_steps=0, exclude=rules_for(exclude, self._agreed, used), clip=None,
-            density_schedule=(), on_nonfinite="raise", every=int(within("every", every, 1)),
+            density_schedule=(), on_nonfinite=one_of("choice for on_nonfinite", on_nonfinite, ("raise", "skip")),
+            every=int(within("every", every, 1)),
             outer=f"{type(self._outer).__name__} {self._outer.defaults}",
             feedback_decay=within("feedback_decay", feedback_decay, 0, 1),
         )  # fmt: skip
@@ -96,22 +100,30 @@ class LocalSteps:
         """Return the totals of all committed exchanges."""
         return self.exchange.summary
 
-    def step(self) -> None:
-        """Make a step of the inner optimizer, and an exchange if one is due."""
-        self.optimizer.step()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make a step of the inner optimizer, and an exchange if one is due; return the closure's loss."""
+        loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self.advance()
+        return loss
+
+    def advance(self) -> None:
+        """Count an inner step that was made elsewhere, such as by a GradScaler, and exchange if that is due."""
         self._since += 1
         if self._since >= self._config.every:
             self.synchronize()
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Exchange the movements now, with as many quorums as it takes."""
+    def synchronize(self, *, flush: bool = False) -> None:
+        """Exchange the movements now, with as many quorums as it takes; with `flush` densely, which leaves no residual.
+
+        A NaN or Inf on any member refuses the exchange on all, and raises or skips, as `on_nonfinite` says.
+        """
+        self._since = 0
         for _ in range(TRIES):
             self.exchange.meet()  # which puts a member that heals at the agreed point
-            moved = {name: (self._agreed[name] - each).reshape(-1) for name, each in self._weights.items()}
-            if self.exchange.reduce(moved):
+            moved = {name: movement(self._agreed[name], each) for name, each in self._weights.items()}
+            if self.exchange.reduce(moved, flush=flush):
                 self._move(moved)
-                self._since = 0
                 return
         raise PeerError(f"{TRIES} attempts at an exchange failed: the members come and go faster than it takes")
 
@@ -132,13 +144,17 @@ class LocalSteps:
         self.exchange.close()
 
     def _move(self, means: dict[str, Tensor]) -> None:
-        for name, agreed in self._agreed.items():
-            agreed.grad = means[name].view_as(agreed)
-        self._outer.step()
+        """Move the agreed point by the means, and the weights to it; an exchange that is skipped moves the latter."""
+        assert self.exchange.last is not None
+        is_skipped = self.exchange.last.skipped
+        if not is_skipped:
+            for name, agreed in self._agreed.items():
+                agreed.grad = means[name].view_as(agreed)
+            self._outer.step()
         for name, agreed in self._agreed.items():
             agreed.grad = None
             self._weights[name].copy_(agreed)
-        if self._config.feedback_decay != 1:
+        if self._config.feedback_decay != 1 and not is_skipped:
             for group in self.exchange.groups:
                 group.residual.held.mul_(self._config.feedback_decay)
 

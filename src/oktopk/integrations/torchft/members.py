@@ -23,6 +23,8 @@ from oktopk.comm.agree import first_difference, gather_settings
 from oktopk.errors import MismatchError, OktopkError, PeerError, SettingError, StateError
 from oktopk.integrations.torchft.comm import GroupComm
 
+START = "the weights that they start from"
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -56,6 +58,7 @@ class Members:
     has_residual      whether any member may have a residual, for each group
     patience_s        seconds to wait for a quorum before a `PeerError`
     checkpoint_step   the step of the newest checkpoint: a quorum that is not as far is refused
+    start             a digest of the weights, which no healing made the same if the Manager has init_sync=False
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Members:
         patience_s: float,
         checkpoint_step: int = 0,
         make_comm: Callable[[Any], Comm] | None = None,
+        start: Callable[[], str] = str,
     ) -> None:
         check_manager(manager)
         self.manager, self.checkpoint_step = manager, checkpoint_step
@@ -73,7 +77,7 @@ class Members:
         self.is_healed = False  # since the last meeting
         self.wants_flush = False  # whether any member asked for a dense step
         self._settings, self._has_residual, self._patience_s = settings, has_residual, patience_s
-        self._make_comm = make_comm or group_of
+        self._make_comm, self._start = make_comm or group_of, start
         self.uid = uuid.uuid4().hex[:12]
         self._quorum_id: int | None = None  # of the quorum that met last, while it is sound
         self.key = ""  # of that quorum
@@ -172,7 +176,8 @@ class Members:
         self._comm = comm = MeteredComm(self._make_comm(self.manager))
         mine = {"uid": self.uid, "step": self.step, "history": self.history, "healed": self.is_healed,
                 "ready": self.manager.errored() is None, "residual": self._has_residual(),
-                "flush": self.wants_flush, "settings": dict(self._settings())}  # fmt: skip
+                "flush": self.wants_flush, "settings": dict(self._settings()),
+                "start": {} if self.step else {START: self._start()}}  # fmt: skip
         told = gather_settings(mine, comm, torch.device("cpu"))
         if not self._is_sound(told, comm.rank):
             return None
@@ -190,7 +195,9 @@ class Members:
         newest = max(each["step"] for each in told)
         history = next(each["history"] for each in told if each["step"] == newest)
         if all(each["ready"] and each["step"] == newest and each["history"] == history for each in told):
-            return all(each["settings"] == truth for each in told)
+            start = _most_common([each["start"] for each in told])
+            check_settings(told[rank]["start"], start)
+            return all(each["settings"] == truth and each["start"] == start for each in told)
         if told[rank]["step"] == newest and told[rank]["history"] != history:
             # As many steps as the others, but others: torchft compares the number alone.
             self.manager.load_state_dict({**self.manager.state_dict(), "step": newest - 1})

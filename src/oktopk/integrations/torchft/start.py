@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -23,6 +24,9 @@ from oktopk.errors import PeerError, SettingError
 from oktopk.integrations.torchft.transport import NamedTransport
 
 SIOCGIFADDR = 0x8915
+STATUS_BYTES = 1 << 16
+ANSWERS_S = 5.0
+"""Seconds to answer at least, because a busy machine may take as long to run a thread."""
 TICK_MS = 20
 """Milliseconds between two looks of the lighthouse, because torchft's 100 would be a good part of a recovery."""
 
@@ -138,12 +142,24 @@ def answers(lighthouse: str, timeout_s: float = 2.0) -> bool:
 
 
 def _check_answers(lighthouse: str, timeout_s: float) -> None:
-    """Refuse an address at which nothing listens; torchft would try it until its timeout."""
+    """Refuse an address at which no lighthouse listens; torchft would try it until its timeout."""
     host, port = split_address(lighthouse)
+    asking = HTTPConnection(host, port, timeout=timeout_s)
     try:
-        socket.create_connection((host, port), timeout_s).close()
+        asking.connect()
+        assert asking.sock is not None
+        asking.sock.settimeout(max(timeout_s, ANSWERS_S))
+        asking.request("GET", "/status")
+        found = b"quorum" in asking.getresponse().read(STATUS_BYTES)
+        why = "something else listens there"
     except OSError as error:
+        found, why = False, error.strerror or str(error)
+    except HTTPException:
+        found, why = False, "something else listens there"
+    finally:
+        asking.close()
+    if not found:
         raise PeerError(
-            f"no lighthouse answers at {lighthouse}: {error.strerror or error}. Is it running there, and is the "
-            "address the one that it was started with?"
-        ) from error
+            f"no lighthouse answers at {lighthouse}: {why}. Is it running there, and is the address the one that it "
+            "was started with?"
+        )

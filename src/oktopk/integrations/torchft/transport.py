@@ -13,7 +13,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import torch
 from torchft.checkpointing import CheckpointTransport
@@ -34,6 +34,7 @@ class NamedTransport(CheckpointTransport[dict[str, Any]]):
         self.asked_step = 0
         self._timeout_s = timeout.total_seconds()
         self._served: tuple[int, bytes] | None = None
+        self._open = build_opener(ProxyHandler({})).open  # members reach each other without a proxy
         self._server = ThreadingHTTPServer((address, 0), _handler_of(self))
         self._server.daemon_threads = True
         host, port = self._server.server_address[:2]
@@ -61,7 +62,7 @@ class NamedTransport(CheckpointTransport[dict[str, Any]]):
         deadline = time.monotonic() + min(timeout.total_seconds(), self._timeout_s)
         while True:
             try:
-                with urlopen(f"{metadata}{step}", timeout=max(deadline - time.monotonic(), ANSWERS_S)) as answer:
+                with self._open(f"{metadata}{step}", timeout=max(deadline - time.monotonic(), ANSWERS_S)) as answer:
                     state: dict[str, Any] = torch.load(io.BytesIO(answer.read()), weights_only=True)
                     return state
             except HTTPError:
