@@ -63,6 +63,25 @@ def test_a_message_needs_earlier_ones_that_arrive_at_its_sender(algorithm: Any, 
     assert bool(arrived) == (size > 1)
 
 
+@pytest.mark.parametrize("size", [6, 64])
+def test_a_gather_tells_every_rank_of_all_blocks(size: int) -> None:
+    """Directly, or along rows and columns: the links carry what crosses them, and a rank its block's bytes to each."""
+    plan = schedule_of([Call("all_gather", size - 1.0)], size)
+    known = [{rank} for rank in range(size)]
+    for each, sends in zip(plan.rounds, plan.sends(size), strict=True):
+        told = [set(blocks) for blocks in known]
+        for rank, (targets, num_bytes) in enumerate(sends):
+            assert num_bytes == 4 * len(known[rank])
+            for target in targets:
+                told[target] |= known[rank]
+        for block in (block for block in range(1, size) if size % block == 0):
+            leaving = sum(rank < block <= target for rank, (targets, _) in enumerate(sends) for target in targets)
+            assert crossings(plan, each, block) == leaving
+        known = told
+    assert known == [set(range(size))] * size
+    assert plan.sent_bytes == 4 * (size - 1)
+
+
 def test_an_unknown_collective_has_no_schedule() -> None:
     with pytest.raises(SettingError, match="no schedule for the collective 'broadcast'"):
         schedule_of([Call("broadcast", 1)], 2)

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.comm.base import Comm, Pending
+from oktopk.comm.grid import gather_in_two_levels, has_two_levels
 from oktopk.errors import PeerError
+from oktopk.words import WORD_BYTES
 
 STORE_ANSWERS_S = 2.0
 """Seconds to wait for the store, because one whose host is frozen never answers, whatever its own timeout."""
@@ -47,8 +49,13 @@ class ProcessGroupComm(Comm):
         return Pending(wait)
 
     def all_gather(self, block: Tensor) -> Tensor:
-        """Send a small block to all others at once, because gloo's ring takes P - 1 times the latency."""
+        """Send a small block to all others at once, because gloo's ring takes P - 1 times the latency.
+
+        Many ranks gather in two levels, because a message takes a host's time, too. Gloo sends empty ones as well.
+        """
         if self.size > 2 and block.nbytes < LARGE_BYTES and self._is_gloo():
+            if has_two_levels(self.size) and block.element_size() >= WORD_BYTES:
+                return gather_in_two_levels(self, block.contiguous().view(torch.int32)).view(block.dtype)
             sizes = [len(block)] * self.size
             return self.all_to_all_single(block.repeat(self.size), sizes, sizes).view(self.size, len(block))
         out = block.new_empty(self.size * len(block))

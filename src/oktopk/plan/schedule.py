@@ -7,11 +7,12 @@ of some distances. A rank begins a round when all messages of its round before h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 
+from oktopk.comm.grid import grid_of, has_two_levels
 from oktopk.comm.process_group import LARGE_BYTES
 from oktopk.cost import Call
 from oktopk.errors import SettingError
@@ -28,7 +29,8 @@ DIRECT = ("all_to_all", "all_to_all_single")
 class Round:
     """The messages of a round: `num_bytes` to each of the ranks at `distances`, `times` such rounds in a row.
 
-    `kind` is the collective that the round is of.
+    `kind` is the collective that the round is of. With `part` the messages stay within parts of the group: of that
+    many ranks, `step` places apart.
     """
 
     kind: str
@@ -36,11 +38,15 @@ class Round:
     num_bytes: float
     times: int = 1
     senders: str = ALL
+    part: int = 0
+    step: int = 1
 
     def targets(self, place: int, size: int) -> Iterator[int]:
         """Yield the places in the group that the rank at `place` sends to."""
         if self.senders == ALL:
-            yield from ((place + distance) % size for distance in self.distances)
+            part = self.part or size
+            index = place // self.step % part
+            yield from (place + ((index + d) % part - index) * self.step for d in self.distances)
             return
         distance = self.distances[0]
         if self.senders == UP and place % (2 * distance) == distance:
@@ -106,18 +112,29 @@ class Schedule:
 def schedule_of(calls: Iterable[Call], size: int, stride: int = 1) -> Schedule:
     """Return the schedule of collectives in groups of `size` ranks, as `ProcessGroupComm` and gloo send them.
 
-    An all_reduce is a ring, and so is a gather of large blocks. Small blocks go to all others at once.
+    An all_reduce is a ring, and so is a gather of large blocks. Small blocks go to all others at once, or along the
+    rows and columns of a grid where the ranks are many.
 
-    >>> schedule_of([Call("all_gather", 30)], size=4).rounds
-    (Round(kind='all_gather', distances=range(1, 4), num_bytes=40.0, times=1, senders='all'),)
+    >>> [(each.distances, each.num_bytes) for each in schedule_of([Call("all_gather", 30)], size=4).rounds]
+    [(range(1, 4), 40.0)]
+    >>> [(each.distances, each.num_bytes) for each in schedule_of([Call("all_gather", 630)], size=64).rounds]
+    [(range(1, 8), 40.0), (range(1, 8), 320.0)]
     """
-    rounds = tuple(each for call in calls for each in _rounds_of(call, size)) if size > 1 else ()
-    return Schedule(size, rounds, stride)
+    rounds: list[Round] = []
+    for call, same in groupby(calls if size > 1 else ()):
+        made, times = _rounds_of(call, size), len(list(same))
+        rounds += [replace(made[0], times=times * made[0].times)] if len(made) == 1 else made * times
+    return Schedule(size, tuple(rounds), stride)
 
 
-def _rounds_of(call: Call, size: int) -> Sequence[Round]:
+def _rounds_of(call: Call, size: int) -> list[Round]:
     kind, num_bytes, peers = call.collective, call.words * WORD_BYTES, size - 1
-    if kind in DIRECT or (kind == "all_gather" and num_bytes < LARGE_BYTES * peers):
+    is_small = kind == "all_gather" and num_bytes < LARGE_BYTES * peers
+    if is_small and has_two_levels(size):
+        width, height = grid_of(size)
+        along_row = Round(kind, range(1, width), num_bytes / peers, part=width)
+        return [along_row, Round(kind, range(1, height), width * num_bytes / peers, part=height, step=width)]
+    if kind in DIRECT or is_small:
         return [Round(kind, range(1, size), num_bytes / peers)]
     if kind.startswith("all_reduce"):
         return [Round(kind, range(1, 2), num_bytes / (2 * peers), 2 * peers)]
@@ -144,8 +161,8 @@ def crossings(schedule: Schedule, each: Round, block: int) -> int:
     (16, 4)
     """
     if each.senders == ALL:
-        return _of_all(schedule.size, schedule.stride, each.distances, block)
-    return _of_tree(schedule, each.distances[0], each.senders, block)
+        return _of_all(each.part or schedule.size, schedule.stride * each.step, each.distances, block)
+    return _of_tree(schedule.size, schedule.stride, each.distances[0], each.senders, block)
 
 
 @lru_cache(maxsize=4096)
@@ -156,15 +173,16 @@ def _of_all(size: int, stride: int, distances: range, block: int) -> int:
     return groups * sum(min(d % size, members, size - d % size) for d in distances)
 
 
-def _of_tree(schedule: Schedule, distance: int, senders: str, block: int) -> int:
+@lru_cache(maxsize=4096)
+def _of_tree(size: int, stride: int, distance: int, senders: str, block: int) -> int:
     """Count, of the groups that lie across a block, the messages out of it and into it."""
     each, ranks = Round("sendrecv", range(distance, distance + 1), 0.0, senders=senders), Counter[tuple[int, str]]()
-    for place in range(schedule.size):
-        for target in each.targets(place, schedule.size):
-            source_block, target_block = place * schedule.stride // block, target * schedule.stride // block
+    for place in range(size):
+        for target in each.targets(place, size):
+            source_block, target_block = place * stride // block, target * stride // block
             if source_block != target_block:
                 ranks.update([(source_block, "out"), (target_block, "in")])
-    return max(ranks.values(), default=0) * min(block, schedule.stride)
+    return max(ranks.values(), default=0) * min(block, stride)
 
 
 def wire_seconds(each: Round, schedule: Schedule, topology: Topology) -> tuple[float, float]:
