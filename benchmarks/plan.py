@@ -1,21 +1,25 @@
 """Is `oktopk plan` right?
 
-    sudo python -m benchmarks.plan --model gpt-tiny --ranks 2,4 --mbit 100,1000,0
+    sudo python -m benchmarks.plan --model wide,an4-small,gpt-tiny --ranks 2,4,8 --mbit 0,100,1000,2500 --cells c.jsonl
+    python -m benchmarks.plan --cells c.jsonl --predict            # predict the measured cells once more
 
-For each P the model is profiled on P hosts of an unlimited network. From that profile alone the steps on all links are
-predicted. Then `oktopk bench step` measures them. A verdict is right if predicted and measured steps agree on whether a
-method is faster than dense; if they differ, `loss` is the part of a step that the wrong choice costs.
+For each P each model is profiled on P hosts of an unlimited network. From that profile alone the steps on all links are
+predicted. They are measured as `oktopk bench step` does. A verdict is right if predicted and measured steps agree on
+whether a method is faster than dense; if they differ, `loss` is the part of a step that the wrong choice costs.
+A cell is one model on one network. `--cells` adds each to a file as soon as it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +27,8 @@ from oktopk.bench.candidates import BOUND, time_step
 from oktopk.bench.methods import METHODS, AllReduce, Entry, Ours, PowerSgd, parse_methods
 from oktopk.bench.models import check_model
 from oktopk.bench.processes import Setting
-from oktopk.bench.rounds import measure
+from oktopk.bench.rounds import Samples
+from oktopk.bench.summary import rows_of
 from oktopk.plan.measure import profile_of, time_rank
 from oktopk.plan.methods import BF16, DENSE, Method
 from oktopk.plan.model import predict_step
@@ -34,22 +39,31 @@ DENSITY = 0.01
 RIGHT = 0.15
 """Part by which a prediction may be wrong in the median."""
 
+CELL_S = 15.0
+"""Seconds of a cell after which no further round is started."""
+
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table and the JSON line, and return what it holds."""
+    """Measure, print the tables and the JSON line, and return what it holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt-tiny")
+    parser.add_argument("--model", default="gpt-tiny", help="several by comma")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--ranks", default="2", help="several by comma")
     parser.add_argument("--mbit", default="1000", help="several by comma; 0: unlimited")
     parser.add_argument("--methods", default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="at most, of each cell")
+    parser.add_argument("--cells", type=Path, help="add the samples of each cell to this file")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: predict the cells of the file")
     parser.add_argument("--json", type=Path, help="write the JSON line here, too")
     args = parser.parse_args(argv)
-    check_model(args.model, args.batch)
-    names, links = parse_methods(args.methods), [float(each) for each in args.mbit.split(",")]
-    rows = [row for size in map(int, args.ranks.split(",")) for row in _rows(args, size, links, names)]
-    result = {"model": args.model, "batch": args.batch, "rows": rows, **summary_of(rows)}
+    names = parse_methods(args.methods)
+    with tempfile.TemporaryDirectory() as folder:
+        file = (args.cells or Path(folder) / "cells.jsonl").resolve()
+        if not args.predict:
+            measure(args, names, file)
+        cells = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = rows_of_cells(cells)
+    result = {"rows": rows, **summary_of(rows)}
     _print(result)
     line = json.dumps(result, allow_nan=False)
     if args.json:
@@ -58,25 +72,51 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _rows(args: argparse.Namespace, size: int, links: Sequence[float], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each link and method at P = `size`."""
+def measure(args: argparse.Namespace, names: Sequence[str], file: Path) -> None:
+    """Add the cells of all models to the file: for each P, those of the unlimited network and the profiles first."""
+    models, links = args.model.split(","), sorted({0.0, *map(float, args.mbit.split(","))})
+    for model in models:
+        check_model(model, args.batch)
+    for size in map(int, args.ranks.split(",")):
+        for mbit in links:
+            setting = Setting(size, mbit if any(links) else None)
+            setting.run(measure_cells, models, args.batch, names, mbit, args.rounds, str(file))
+
+
+def measure_cells(models: Sequence[str], batch: int, names: Sequence[str], mbit: float, rounds: int, file: str) -> None:
+    """Measure each model on the ranks of the default process group; rank 0 adds the cells to the file."""
     methods = [_method(name) for name in names]
-    ranks = Setting(size, 0.0 if any(links) else None).run(time_rank, args.model, args.batch, "sgd", methods)
-    profile, rows = profile_of(args.model, ranks, methods, "sgd"), []
-    entries = [Entry(name, DENSITY if _has_density(name) else None) for name in names]
-    for mbit in links:
-        setting = Setting(size, mbit if any(links) else None)
-        made = measure(time_step, (args.model, args.batch, 1), [BOUND, *entries], setting, args.rounds)["rows"]
-        topology = flat(size, mbit)
+    entries = [BOUND, *(Entry(name, DENSITY if _has_density(name) else None) for name in names)]
+    for model in models:
+        profile = None if mbit else time_rank(model, batch, "sgd", methods)
+        samples = time_step(model, batch, 1, entries, Samples(rounds, CELL_S, False, "/dev/null"))
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, {"profile": profile, "samples": samples})
+        if dist.get_rank() == 0:
+            found = {key: [rank[key] for rank in ranks] for key in ("profile", "samples")}
+            cell = {"model": model, "batch": batch, "ranks": len(ranks), "mbit": mbit, "methods": list(names), **found}
+            with Path(file).open("a") as out:
+                out.write(json.dumps(cell) + "\n")
+
+
+def rows_of_cells(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each method of each cell, predicted from the latest profile before it."""
+    profiles: dict[Any, Any] = {}
+    rows = []
+    for cell in cells:
+        model, size, mbit, methods = cell["model"], cell["ranks"], cell["mbit"], [_method(n) for n in cell["methods"]]
+        if cell["profile"][0] is not None:
+            profiles[model, size] = profile_of(model, cell["profile"], methods, "sgd")
+        profile = profiles[model, size]
         computing_s = profile.forward_s + profile.backward_s  # a step of the bench has no optimizer
-        bound = {"method": BOUND.method, "predicted_s": computing_s, "measured_s": made[0]["seconds"]["median"]}
-        rows.append({"ranks": size, "mbit": mbit, **bound})
-        for method, row in zip(methods, made[1:], strict=True):
-            predicted_s = predict_step(method, profile, topology).step_s - profile.optimizer_s
-            figures = {"method": row["method"], "predicted_s": predicted_s, "measured_s": row["seconds"]["median"]}
-            rows.append({"ranks": size, "mbit": mbit, **figures})
-    for row in rows:
-        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        predicted = [computing_s] + [
+            predict_step(method, profile, flat(size, mbit)).step_s - profile.optimizer_s for method in methods
+        ]
+        measured = rows_of([BOUND, *(Entry(name) for name in cell["methods"])], cell["samples"])
+        for predicted_s, row in zip(predicted, measured, strict=True):
+            measured_s = row["seconds"]["median"]
+            figures = {"predicted_s": predicted_s, "measured_s": measured_s, "error": predicted_s / measured_s - 1}
+            rows.append({"model": model, "ranks": size, "mbit": mbit, "method": row["method"], **figures})
     return rows
 
 
@@ -98,12 +138,12 @@ def _method(name: str) -> Method:
 def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the median and the worst error, and how often the verdict against dense is right."""
     errors = [abs(row["error"]) for row in rows if row["method"] != BOUND.method]
-    dense = {(row["ranks"], row["mbit"]): row for row in rows if row["method"] == DENSE}
+    dense = {_place(row): row for row in rows if row["method"] == DENSE}
     verdicts, losses = [], [0.0]
     for row in rows:
         if row["method"] in (DENSE, BOUND.method) or not dense:
             continue
-        rival = dense[row["ranks"], row["mbit"]]
+        rival = dense[_place(row)]
         right = (row["predicted_s"] < rival["predicted_s"]) == (row["measured_s"] < rival["measured_s"])
         verdicts.append(right)
         if not right:
@@ -118,20 +158,27 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _place(row: dict[str, Any]) -> tuple[str, int, float]:
+    return row["model"], row["ranks"], row["mbit"]
+
+
 def _print(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['model']}, ms of a step: predicted / measured (error)", title_justify="left")
+    table = Table(title="ms of a step: predicted / measured (error)", title_justify="left")
     names = list(dict.fromkeys(row["method"] for row in result["rows"]))
-    table.add_column("P, Mbit/s")
+    table.add_column("model, P, Mbit/s")
     for name in names:
         table.add_column(name, justify="right")
-    for place in dict.fromkeys((row["ranks"], row["mbit"]) for row in result["rows"]):
+    for place in sorted({_place(row) for row in result["rows"]}):
         cells = [
             f"{1e3 * row['predicted_s']:.0f} / {1e3 * row['measured_s']:.0f} ({100 * row['error']:+.0f} %)"
             for row in result["rows"]
-            if (row["ranks"], row["mbit"]) == place
+            if _place(row) == place
         ]
-        table.add_row(f"{place[0]}, {place[1]:g}", *cells)
-    Console(width=160).print(table)
+        table.add_row(f"{place[0]}, {place[1]}, {place[2]:g}", *cells)
+    console = Console(width=160)
+    console.print(table)
+    for key in ("median_error", "worst_error", "within", "verdicts_right", "worst_loss"):
+        console.print(f"{key}: {result[key]}")
 
 
 if __name__ == "__main__":

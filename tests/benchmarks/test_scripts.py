@@ -106,6 +106,8 @@ def test_published_setups_are_within_the_errors_that_the_page_states(capsys: pyt
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     errors = [abs(row["error"]) for row in result["home_lab"] if row["every"] > 1]
     assert sorted(errors)[-2] < 0.25 < sorted(errors)[-1] < 0.3
+    assert all(abs(row["error"]) < 0.25 for row in result["adam"])
+    assert len(result["adam"]) == 4
     times = {row["name"]: row["times"] for row in result["bert"]}
     assert times["OkTopkPaper"] == 1 < times["GTopk"] < times["Dense"] < times["TopkA"]
 
@@ -114,10 +116,11 @@ def test_published_setups_are_within_the_errors_that_the_page_states(capsys: pyt
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_the_plan_is_held_against_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
+    file, cells = tmp_path / "plan.json", ["--cells", str(tmp_path / "cells.jsonl")]
     words = ["--ranks", "2", "--mbit", "0", "--rounds", "1", "--batch", "1", "--methods", "dense,oktopk-default"]
-    result = plan.main([*words, "--json", str(file)])
+    result = plan.main([*words, *cells, "--json", str(file)])
     check_json(result, file, capsys)
+    assert plan.main([*cells, "--predict"]) == result
     assert [row["method"] for row in result["rows"]] == ["no exchange", "dense", "oktopk-default"]
     assert 0 <= result["median_error"] <= result["worst_error"]
     assert result["verdicts_right"] in (0.0, 1.0)

@@ -49,6 +49,15 @@ def test_shared_cores_hide_no_computing() -> None:
     assert step_s(default(), shared, flat(8, 0)) >= least > step_s(default(), apart, flat(8, 0))
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(mbit=st.floats(1, 1e5))
+def test_shared_cores_are_never_faster_and_lose_no_more_than_the_overlap(method: Any, mbit: float) -> None:
+    shared = replace(PROFILE, host=Host(shares=True))
+    apart, together = (predict_step(method, each, SITES.with_outer(mbit=mbit)) for each in (PROFILE, shared))
+    most = PROFILE.compute_s + together.exchange_s / method.every
+    assert apart.step_s * (1 - 1e-9) <= together.step_s <= most * (1 + 1e-9)
+
+
 def test_updates_are_exchanged_after_the_optimizer() -> None:
     made = predict_step(default(), replace(PROFILE, optimizer="adam"), SITES)
     assert made.step_s == pytest.approx(PROFILE.compute_s + made.exchange_s)

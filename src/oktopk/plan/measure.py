@@ -9,7 +9,7 @@ import gc
 import io
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
@@ -24,33 +24,41 @@ from torch._C._distributed_c10d import HashStore
 from oktopk.algorithms import Algorithm, Dense
 from oktopk.bench.candidates import share_weights, wrap
 from oktopk.bench.machine import num_cores, threads_for
-from oktopk.bench.methods import PowerSgd
+from oktopk.bench.methods import AllReduce, PowerSgd
 from oktopk.bench.models import Model, check_model, heavy_tailed, load_model
 from oktopk.bench.probe import Stopwatch
 from oktopk.bench.processes import Setting
 from oktopk.comm import Comm, ProcessGroupComm
 from oktopk.cost import Call, ring_words
 from oktopk.ddp.attach import attach
-from oktopk.plan.methods import Method
+from oktopk.plan.methods import BF16, Method
+from oktopk.plan.model import predict_step
 from oktopk.plan.profile import Host, Parameter, Profile, Rate
 from oktopk.plan.schedule import schedule_of
-from oktopk.plan.topology import Level
+from oktopk.plan.topology import Level, Topology, flat
 from oktopk.reducer import Reducer
 from oktopk.words import WORD_BYTES
 
 WARM_UP, REPEATS = 3, 5
 SMALL_CALLS = 15
+DATA_SEEDS = 100
+"""Seeds of a rank, because ranks with the same examples would select the same elements."""
+
 SMALL_PART = 8
 """Divisor of the largest group for the second size, with which a rate is fitted."""
 
 LEAST_NUMEL = 1024
+SMALL_SHARE = 0.2
+"""Part of a step up to which the network's time may be predicted where the rest of the step is measured."""
+
+CLOSE = 1e-4
 SLOWER = 1.3
 """Factor on a link's time of a word, above which the host is what takes longer."""
 
 Times = dict[str, Any]
 """Times of one rank, in seconds of each repeat: step (forward, backward, optimizer, ready by parameter), collectives
-(by kind: small, big), computing (by method and size), hooked (by method: what a hook adds to a step); and whether the
-ranks share cores."""
+(by kind: small, big), computing (by method and size), hooked (by method: forward and backward with its exchange); and
+whether the ranks share cores."""
 
 
 def measure(model: str, batch: int, size: int, methods: Sequence[Method], optimizer: str) -> Profile:
@@ -65,8 +73,9 @@ def measure(model: str, batch: int, size: int, methods: Sequence[Method], optimi
     if size == 1:
         return profile_of(model, [{"step": alone}], methods, optimizer)
     ranks = Setting(2, None).run(time_rank, model, batch, optimizer, methods)
+    host = profile_of(model, ranks, methods, optimizer).host
     shares = num_cores() < 2  # one core computes, the other exchanges
-    return profile_of(model, [{**rank, "step": alone, "shares": shares} for rank in ranks], methods, optimizer)
+    return replace(profile_of(model, [{"step": alone}], methods, optimizer), host=replace(host, shares=shares))
 
 
 def time_rank(model: str, batch: int, optimizer: str, methods: Sequence[Method]) -> Times:
@@ -75,20 +84,14 @@ def time_rank(model: str, batch: int, optimizer: str, methods: Sequence[Method])
     groups = [dist.new_group([rank]) for rank in range(comm.size)]  # which end with the default group
     own = groups[comm.rank]
     step, profile = time_step(loaded, batch, optimizer, own), _bare(model, loaded.net)
-    bare_s = median(map(sum, zip(step["forward"], step["backward"], strict=True)))
-    hooked = {m.computing: _hooked_seconds(m, loaded, batch, own) for m in methods if m.rank or m == _first(methods)}
+    hooked = {m.computing: _hooked_seconds(m, loaded, batch) for m in methods if m.every == 1 and not m.two_level}
     return {
         "step": step,
         "collectives": _collectives(profile, methods, comm),
         "computing": {m.computing: _computing(m, profile, comm) for m in methods if m.computing and not m.two_level},
-        "hooked": {name: [each - bare_s for each in seconds] for name, seconds in hooked.items()},
+        "hooked": hooked,
         "shares": _shares_cores(comm),
     }
-
-
-def _first(methods: Sequence[Method]) -> Method | None:
-    """Return the first of our methods, which stands for all of them where an attachment is timed."""
-    return next((each for each in methods if each.algorithm is not None and each.every == 1), None)
 
 
 def time_step(loaded: Model, batch: int, optimizer: str, own: dist.ProcessGroup | None) -> Times:
@@ -219,18 +222,23 @@ def _stretches(algorithm: Algorithm, numel: int, comm: Comm) -> list[list[float]
     return repeats[WARM_UP:]
 
 
-def _hooked_seconds(method: Method, loaded: Model, batch: int, own: dist.ProcessGroup) -> list[float]:
-    """Return the seconds of forward and backward with a method's hook, in a group of this rank alone."""
-    model = wrap(share_weights(loaded.net), PowerSgd(method.rank) if method.rank else None, own)
-    if method.rank:
+def _hooked_seconds(method: Method, loaded: Model, batch: int) -> list[float]:
+    """Return the seconds of forward and backward by a method, with its exchange between all ranks."""
+    model = wrap(share_weights(loaded.net), _rival(method))
+    if method.algorithm is None:
         return _ddp_seconds(model, loaded, batch)
-    assert method.algorithm is not None
     with redirect_stderr(io.StringIO()):
-        attached = attach(model, method.algorithm, dense_steps=0, group=own)
+        attached = attach(model, method.algorithm, dense_steps=0)
     try:
         return _ddp_seconds(model, loaded, batch)
     finally:
         attached.detach()
+
+
+def _rival(method: Method) -> PowerSgd | AllReduce | None:
+    if method.rank:
+        return PowerSgd(method.rank)
+    return AllReduce(torch.bfloat16) if method.name == BF16 else None
 
 
 def _ddp_seconds(model: nn.Module, loaded: Model, batch: int) -> list[float]:
@@ -239,7 +247,7 @@ def _ddp_seconds(model: nn.Module, loaded: Model, batch: int) -> list[float]:
 
     seconds = []
     for number in range(WARM_UP + REPEATS):
-        inputs, targets = loaded.inputs(batch, seed=number)
+        inputs, targets = loaded.inputs(batch, seed=DATA_SEEDS * dist.get_rank() + number)
         model.zero_grad()
         seconds.append(_seconds(step))
     return seconds[WARM_UP:]
@@ -258,23 +266,62 @@ def profile_of(
 ) -> Profile:
     """Return the profile that the times of all ranks amount to; `link` is what their messages passed, if it is slow."""
     step = {name: _slowest([rank["step"][name] for rank in ranks]) for name in ("forward", "backward", "optimizer")}
+    both = _bare_seconds(ranks) / (step["forward"] + step["backward"])  # the slowest in one need not be so in the other
     ready = [median(moments) for moments in zip(*ranks[0]["step"]["ready"], strict=True)]
     net = load_model(model).net
     shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
     parameters = tuple(Parameter(shape, at) for shape, at in zip(shapes, ready, strict=True))
-    return Profile(
-        name=model, parameters=parameters, optimizer=optimizer, forward_s=step["forward"],
-        backward_s=step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods, parameters, link),
+    profile = Profile(
+        name=model, parameters=parameters, optimizer=optimizer, forward_s=both * step["forward"],
+        backward_s=both * step["backward"], optimizer_s=step["optimizer"], host=_host(ranks, methods, link),
     )  # fmt: skip
+    return _held_to_steps(profile, ranks, methods, link)
+
+
+def _held_to_steps(profile: Profile, ranks: Sequence[Times], methods: Sequence[Method], link: Level | None) -> Profile:
+    """Return the profile with rates of computing at which the steps by each method take what they took.
+
+    A step needs more than its parts alone: threads wake each other, caches are cold, and PowerSGD's products are timed
+    nowhere else. Where the link took much of the step nothing can be said of these.
+    """
+    quick = flat(len(ranks), 0.0)
+    here = quick if link is None else flat(len(ranks), link.mbit, link.latency_s)
+    rates = dict(profile.host.computing)
+    for method in methods:
+        if method.computing not in ranks[0].get("hooked", ()) or method.every > 1 or method.two_level:
+            continue
+        network_s = predict_step(method, profile, here).step_s - predict_step(method, profile, quick).step_s
+        measured_s = _slowest([rank["hooked"][method.computing] for rank in ranks]) + profile.optimizer_s
+        if network_s < SMALL_SHARE * measured_s:
+            rates[method.computing] = _rate_of_steps(method, profile, here, measured_s)
+    return replace(profile, host=replace(profile.host, computing=rates))
+
+
+def _rate_of_steps(method: Method, profile: Profile, topology: Topology, measured_s: float) -> Rate:
+    """Return a method's rate with so many seconds a call that a step takes `measured_s`."""
+    host = profile.host
+    rate = Rate() if method.rank else host.computing.get(method.computing, Rate())
+    profile = replace(profile, optimizer="sgd")  # as it was measured: gradients are exchanged
+    low, high = 0.0, measured_s
+    while high - low > CLOSE * measured_s:
+        middle = (low + high) / 2
+        tried = replace(host, computing={**host.computing, method.computing: replace(rate, call_s=middle)})
+        slow = predict_step(method, replace(profile, host=tried), topology).step_s > measured_s
+        low, high = (low, middle) if slow else (middle, high)
+    return replace(rate, call_s=low)
+
+
+def _bare_seconds(ranks: Sequence[Times]) -> float:
+    """Return the seconds of forward and backward of the slowest rank."""
+    steps = [rank["step"] for rank in ranks]
+    return _slowest([list(map(sum, zip(step["forward"], step["backward"], strict=True))) for step in steps])
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> float:
     return float(median(map(max, zip(*ranks, strict=True))))
 
 
-def _host(
-    ranks: Sequence[Times], methods: Sequence[Method], parameters: Sequence[Parameter], link: Level | None
-) -> Host:
+def _host(ranks: Sequence[Times], methods: Sequence[Method], link: Level | None) -> Host:
     if "collectives" not in ranks[0]:
         return Host()
     size, message_s, word_s = len(ranks), {}, {}
@@ -286,16 +333,11 @@ def _host(
         word_s[kind] = _host_word_s(max(0.0, big - small) / figures["words"], link)
     for alias, kind in (("all_to_all_single", "all_to_all"), ("reduce_scatter", "all_reduce")):
         message_s[alias], word_s[alias] = message_s[kind], word_s[kind]
-    computing = {}
-    for method in methods:
-        name = method.computing
-        if method.rank:
-            computing[name] = Rate(max(0.0, _slowest([rank["hooked"][name] for rank in ranks])))
-        elif ranks[0]["computing"].get(name):
-            computing[name] = _rate([rank["computing"][name] for rank in ranks])
-    attach_s = _attachment_s(ranks, methods, computing, parameters)
-    ours = {method.computing for method in methods if method.algorithm is not None}
-    computing = {n: replace(rate, call_s=rate.call_s + attach_s * (n in ours)) for n, rate in computing.items()}
+    computing = {
+        method.computing: _rate([rank["computing"][method.computing] for rank in ranks])
+        for method in methods
+        if ranks[0]["computing"].get(method.computing)
+    }
     return Host(message_s=message_s, word_s=word_s, computing=computing, shares=ranks[0]["shares"])
 
 
@@ -303,20 +345,6 @@ def _host_word_s(measured_s: float, link: Level | None) -> float:
     """Return the host's seconds of a word; where the link took about as long, they are unknown and taken as usual."""
     wire_s = 0.0 if link is None else link.wire_s(WORD_BYTES)
     return measured_s if measured_s > SLOWER * wire_s else min(measured_s, Host().of_word(""))
-
-
-def _attachment_s(
-    ranks: Sequence[Times], methods: Sequence[Method], computing: Mapping[str, Rate], parameters: Sequence[Parameter]
-) -> float:
-    """Return the seconds a group that an attachment takes beside its reductions: threads, futures and records."""
-    first = _first(methods)
-    if first is None or first.algorithm is None:
-        return 0.0
-    bare = Profile(name="", parameters=tuple(parameters), forward_s=0.0, backward_s=0.0)
-    groups = bare.groups(first.algorithm.density)
-    reductions_s = sum(computing[first.computing].seconds(part.numel + part.tail) for part in groups)
-    whole_s = _slowest([rank["hooked"][first.computing] for rank in ranks])
-    return max(0.0, whole_s - reductions_s) / len(groups)
 
 
 def _rate(ranks: Sequence[Sequence[Any]]) -> Rate:

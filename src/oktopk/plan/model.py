@@ -8,7 +8,7 @@ filled them, and leave one after the other.
     step        forward + max(backward, end of the queue) + optimizer
 
 Where `attach` exchanges what Adam moved, the exchange waits for the optimizer and nothing overlaps.
-Where ranks outnumber cores nothing that computes can overlap. Then a step is at least the sum of all computing.
+Where ranks outnumber cores the exchange and backward share one. Then a step is at least the sum of all computing.
 """
 
 from __future__ import annotations
@@ -78,13 +78,32 @@ def _exchanges_updates(method: Method, profile: Profile) -> bool:
 
 def _overlapped(profile: Profile, queue: Sequence[Queued]) -> float:
     """Return the seconds of a step whose buckets are exchanged while backward goes on."""
+    if profile.host.shares:
+        return profile.forward_s + _shared(profile.backward_s, queue) + profile.optimizer_s
     end = 0.0
     for each in queue:
         end = max(end, each.ready * profile.backward_s) + each.computing_s + each.rounds_s
-    step_s = profile.forward_s + max(profile.backward_s, end) + profile.optimizer_s
-    if profile.host.shares:
-        step_s = max(step_s, profile.compute_s + sum(each.computing_s + each.busy_s for each in queue))
-    return step_s
+    return profile.forward_s + max(profile.backward_s, end) + profile.optimizer_s
+
+
+def _shared(backward_s: float, queue: Sequence[Queued]) -> float:
+    """Return the seconds of backward and the queue of one rank, where both want the same core.
+
+    An exchange wants the core all the time that it computes, and the part of its rounds in which it is busy. It gets
+    what it wants up to a half. Backward gets the rest, and so fills the buckets later.
+    """
+    now = done = 0.0
+    for each in queue:
+        ready = each.ready * backward_s
+        now, done = now + max(0.0, ready - done), max(done, ready)
+        for length_s, busy_s in ((each.computing_s, each.computing_s), (each.rounds_s, each.busy_s)):
+            wanted = min(1.0, busy_s / length_s) if length_s else 0.0
+            part = min(wanted, 0.5)
+            slower = wanted / part if part else 1.0
+            beside_s = min(length_s * slower, (backward_s - done) / (1 - part))  # while backward goes on
+            done += beside_s * (1 - part)
+            now += beside_s + max(0.0, length_s - beside_s / slower)
+    return now + max(0.0, backward_s - done)
 
 
 def schedules_of(method: Method, profile: Profile, topology: Topology) -> list[tuple[Part, list[Schedule]]]:
@@ -110,6 +129,7 @@ def _flat(algorithm: Algorithm, part: Part, size: int) -> list[Schedule]:
     return made + ([_ring(part.tail, size)] if part.tail else [])
 
 
+@cache
 def exchange_of(algorithm: Algorithm, numel: int, size: int, stride: int = 1) -> Schedule:
     """Return the schedule of one exchange of our algorithm on `numel` elements in groups of `size` ranks."""
     if isinstance(algorithm, GTopk):
