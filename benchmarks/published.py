@@ -1,7 +1,7 @@
 """Does `oktopk plan` reproduce what others published, and does SimGrid agree with it at many ranks?
 
     python -m benchmarks.published
-    python -m benchmarks.published --simgrid 64,256,512      # needs python3-simgrid; 512 ranks take minutes
+    python -m benchmarks.published --simgrid 32,64,256 --message-us 20   # needs python3-simgrid; 256 ranks take minutes
 
 Home lab: DiLoCo of 30.8 M parameters, 205 MB a sync, by a ring of 6 workers over links of 50 Mbit/s and 1 Gbit/s
 (https://nicholi.ai/2026/06/13/training-a-language-model-on-machines-that-keep-dying.html). One row, H = 32 at 1 Gbit/s,
@@ -54,9 +54,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Predict, print the tables and the JSON line, and return what it holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simgrid", default="", help="numbers of ranks by comma")
+    parser.add_argument("--message-us", type=float, default=0.0, help="a host's time for a message, with --simgrid")
     args = parser.parse_args(argv)
     ranks = [int(each) for each in args.simgrid.split(",") if each]
-    result = {"home_lab": home_lab(), "adam": adam(), "bert": bert(), "simgrid": [simulated(size) for size in ranks]}
+    result = {
+        "home_lab": home_lab(),
+        "adam": adam(),
+        "bert": bert(),
+        "simgrid": [simulated(size, 1e-6 * args.message_us) for size in ranks],
+    }
     for name, rows in result.items():
         _print(name, rows)
     print(json.dumps(result, allow_nan=False))
@@ -113,11 +119,11 @@ def bert() -> list[dict[str, Any]]:
     return [_row(name=name, seconds=each, times=each / seconds["OkTopkPaper"]) for name, each in seconds.items()]
 
 
-def simulated(size: int) -> dict[str, Any]:
+def simulated(size: int, message_s: float) -> dict[str, Any]:
     """Return the seconds of one exchange of `OkTopk()` by the model and by SimGrid."""
     plan, topology = exchange_of(OkTopk(), SIMULATED_NUMEL, size), flat(size, SIMULATED_MBIT, SIMULATED_LATENCY_S)
-    modelled, _ = round_seconds(plan, topology, Host(message_s={"": 0.0}, word_s={"": 0.0}))
-    seconds = simulate([plan], topology)
+    modelled, _ = round_seconds(plan, topology, Host(message_s={"": message_s}, word_s={"": 0.0}))
+    seconds = simulate([plan], topology, message_s)
     return _row(ranks=size, modelled=modelled, simulated=seconds, error=modelled / seconds - 1)
 
 
