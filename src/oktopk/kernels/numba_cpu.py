@@ -1,8 +1,7 @@
 """The kernels for CPUs, compiled by numba: each reads memory once and makes no temporary.
 
-At 27.6 M elements on one core `accumulate` takes as long as the addition alone (10 ms), `accumulate_above` 12 ms,
-`at_least` 7, `kth_largest` 25. They use one thread, because the ranks of a machine share its cores. Compiled code is
-kept on disk for the next process.
+At 27.6 M elements on one core `accumulate` and `accumulate_above` take as long as the addition alone. They use one
+thread, because the ranks of a machine share its cores. Compiled code is kept on disk for the next process.
 
 Numba checks no bounds unless NUMBA_BOUNDSCHECK=1, under which the tests run all of it. So the functions that are called
 from Python check lengths and edges, and a comment beside each data-dependent index says why it is inside.
@@ -25,8 +24,8 @@ from oktopk.errors import MalformedError
 from oktopk.kernels import reference
 from oktopk.kernels.reference import REFERENCE, Ends, Floors, Kernels
 
-LINE, CHUNK = 8, 128
-"""Elements of a line and of a chunk. A comparison is a byte, so that a line of them is one 64-bit word, mostly zero."""
+CHUNK = 128
+"""Elements that are added before they are compared: two words of comparisons, a bit for each element."""
 
 BYTE_BITS = 8
 HALF_BITS, LOW_HALF = 32, np.uint64(0xFFFFFFFF)  # of a 64-bit word
@@ -58,13 +57,13 @@ class NumbaKernels(Kernels):
             return REFERENCE.accumulate_above(grad, held, out, bounds, floors)
         _check_alike(grad, held, out)
         total, edges = out.numpy(), _edges(bounds, floors, len(out))
-        room = len(total) // LIKELY + LINE
+        room = len(total) // LIKELY + WORD_BITS
         index, value = np.empty(room, np.int64), np.empty(room, total.dtype)
         _, keys, magnitude, _ = _ordered(total, reference.held_by(out.dtype, floors))
         sums = np.empty(CHUNK, total.dtype)
         where = (grad.numpy(), held.numpy(), total, sums, sums.view(keys.dtype), _lead(total))
         count = int(_add_seeing(*where, edges, keys, magnitude, index, value))
-        if count < len(index) - LINE and np.isfinite(value[:count]).all():
+        if count < len(index) - WORD_BITS and np.isfinite(value[:count]).all():
             return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
         prefilter = self.at_least(out, bounds, floors)  # there may have been no room for all of them, or NaN among them
         return reference.first_nonfinite(out), prefilter, out.index_select(0, prefilter)
@@ -73,7 +72,7 @@ class NumbaKernels(Kernels):
         array, edges = acc.numpy(), _edges(bounds, thresholds, len(acc))
         ordered = _ordered(array, reference.held_by(acc.dtype, thresholds))
         for room in (len(array) // LIKELY, len(array)):
-            index = np.empty(room + LINE, np.int64)
+            index = np.empty(room + WORD_BITS, np.int64)
             count = int(_at_least(*ordered, edges, index))
             if count <= room:
                 return torch.from_numpy(index[:count])
@@ -223,11 +222,51 @@ def _past_the_cache(_: Any, out: Any, i: Any, source: Any, j: Any) -> Any:  # no
 _stream: Any = intrinsic(_past_the_cache)
 
 
+def _comparisons(_: Any, bits: Any, i: Any, magnitude: Any, floor: Any) -> Any:  # noqa: ARG001
+    """Return a bit for each of the WORD_BITS elements of `bits` from number i on: whether it, masked, is >= `floor`.
+
+    Not even NUMBA_BOUNDSCHECK=1 checks this load. The caller proves that the elements are there.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, mask, limit = arguments
+        kind = signature.args[0]
+        lanes = ir.VectorType(context.get_value_type(kind.dtype), WORD_BITS)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(HALF_BITS), WORD_BITS), [0] * WORD_BITS)
+
+        def splat(number: Any) -> Any:
+            nothing = ir.Constant(lanes, ir.Undefined)
+            one = builder.insert_element(nothing, number, ir.Constant(ir.IntType(HALF_BITS), 0))
+            return builder.shuffle_vector(one, nothing, everywhere)
+
+        data = context.make_array(kind)(context, builder, array).data
+        place = builder.bitcast(builder.gep(data, [first]), lanes.as_pointer())
+        masked = builder.and_(builder.load(place, align=kind.dtype.bitwidth // BYTE_BITS), splat(mask))
+        return builder.bitcast(builder.icmp_unsigned(">=", masked, splat(limit)), ir.IntType(WORD_BITS))
+
+    return types.uint64(bits, types.intp, bits.dtype, bits.dtype), emit
+
+
+_reaching: Any = intrinsic(_comparisons)
+
+
+def _trailing_zeros(_: Any, word: Any) -> Any:  # noqa: ARG001
+    """Return the number of trailing zeros of a word that is not zero: one instruction, no loop."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), emit
+
+
+_lowest_bit: Any = intrinsic(_trailing_zeros)
+
+
 @_compiled
 def _add_seeing(grad, held, out, sums, bits, lead, edges, floors, magnitude, index, value):
     """Add; write the elements that reach their segment's floor, and NaN, into `index` and `value`; return the count.
 
-    A count of len(index) - LINE or more says that there was no room for all.
+    A count of len(index) - WORD_BITS or more says that there was no room for all.
     """
     count = np.uintp(0)
     width = STREAM_BYTES // sums.itemsize
@@ -247,35 +286,33 @@ def _add_chunks(grad, held, out, sums, bits, floor, magnitude, index, value, cou
 
     `first` is aligned, and a chunk is as long as `sums`, a multiple of 32 bytes: `_stream` is in bounds and aligned.
     """
-    room = np.uintp(len(index) - LINE)
-    reaches = np.zeros(CHUNK, np.uint8)
-    lines = reaches.view(np.uint64)
+    room = np.uintp(len(index) - WORD_BITS)
     for chunk in range(first, last, CHUNK):
         ours, theirs = grad[chunk : chunk + CHUNK], held[chunk : chunk + CHUNK]
         for i in range(CHUNK):
             sums[i] = ours[i] + theirs[i]
         for i in range(0, CHUNK, STREAM_BYTES // sums.itemsize):
             _stream(out, chunk + i, sums, i)
-        for i in range(CHUNK):
-            reaches[i] = np.uint8((bits[i] & magnitude) >= floor)
-        for line in range(CHUNK // LINE):
-            if lines[line]:
-                count = min(count, room)  # there are room + LINE places, of which these are LINE
-                for i in range(line * LINE, line * LINE + LINE):
-                    index[count] = chunk + i
-                    value[count] = sums[i]
-                    count += np.uintp(reaches[i])
+        for word in range(0, CHUNK, WORD_BITS):  # of `bits`, which are CHUNK
+            reaches = _reaching(bits, word, magnitude, floor)
+            count = min(count, room)  # there are room + WORD_BITS places, and at most WORD_BITS bits
+            while reaches:
+                i = np.uintp(word) + np.uintp(_lowest_bit(reaches))
+                index[count] = chunk + np.int64(i)
+                value[count] = sums[i]
+                count += np.uintp(1)
+                reaches &= reaches - np.uint64(1)
     return count
 
 
 @_compiled
 def _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count, first, last):
     """Do so for the elements before the first whole chunk of a segment and behind its last."""
-    room = np.uintp(len(index) - LINE)
+    room = np.uintp(len(index) - WORD_BITS)
     for i in range(first, last):
         sums[0] = grad[i] + held[i]
         out[i] = sums[0]
-        count = min(count, room)  # there are room + LINE places
+        count = min(count, room)  # there are room + WORD_BITS places
         index[count] = i
         value[count] = sums[0]
         count += np.uintp((bits[0] & magnitude) >= floor)
@@ -285,7 +322,7 @@ def _add_few(grad, held, out, sums, bits, floor, magnitude, index, value, count,
 @_compiled
 def _at_least(bits, floors, magnitude, infinity, edges, index):
     """Write the places that reach their segment's floor into `index`; return the count, more than the room if short."""
-    count, room = np.uintp(0), np.uintp(len(index) - LINE)
+    count, room = np.uintp(0), np.uintp(len(index) - WORD_BITS)
     for segment in range(len(floors)):
         low = edges[segment]  # `_edges`: 0 <= low <= high <= len
         part = bits[low : edges[segment + 1]]
@@ -297,24 +334,21 @@ def _at_least(bits, floors, magnitude, infinity, edges, index):
 
 @_compiled
 def _at_least_in(bits, floor, magnitude, infinity, index, count, start):
-    """Append the places of one segment that reach its floor. `index` has room + LINE places.
+    """Append the places of one segment that reach its floor. `index` has room + WORD_BITS places.
 
     Counters are unsigned, because for signed ones every access would ask whether it counts from the end.
     """
-    room = np.uintp(len(index) - LINE)
-    reaches = np.zeros(CHUNK, np.uint8)
-    lines = reaches.view(np.uint64)
-    whole = len(bits) - len(bits) % CHUNK
-    for chunk in range(0, whole, CHUNK):
-        for i in range(CHUNK):
-            reaches[i] = np.uint8((bits[chunk + i] & magnitude) >= floor)
-        for line in range(CHUNK // LINE):
-            if lines[line]:
-                if count > room:  # else the LINE places from `count` on are there
-                    return count
-                for i in range(chunk + line * LINE, chunk + line * LINE + LINE):
-                    index[count] = start + i
-                    count += np.uintp(floor <= bits[i] & magnitude <= infinity)
+    room = np.uintp(len(index) - WORD_BITS)
+    whole = len(bits) - len(bits) % WORD_BITS
+    for word in range(0, whole, WORD_BITS):
+        reaches = _reaching(bits, word, magnitude, floor)
+        if count > room:  # else there are places from `count` on for WORD_BITS bits
+            return count
+        while reaches:
+            i = word + np.int64(_lowest_bit(reaches))
+            index[count] = start + i
+            count += np.uintp(bits[np.uintp(i)] & magnitude <= infinity)
+            reaches &= reaches - np.uint64(1)
     for i in range(whole, len(bits)):
         if count > room:
             return count
@@ -362,18 +396,6 @@ def _is_increasing(index):
     for i in range(1, len(index)):
         falls |= index[i] <= index[i - 1]
     return not falls
-
-
-def _trailing_zeros(_: Any, word: Any) -> Any:  # noqa: ARG001
-    """Return the number of trailing zeros of a word that is not zero: one instruction, no loop."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), emit
-
-
-_lowest_bit: Any = intrinsic(_trailing_zeros)
 
 
 @_compiled
