@@ -61,15 +61,14 @@ class Residual:
         Where it was `taken`, acc becomes the `rounding_error`, or zero. The `leftover` is added.
         """
         acc = self.acc[at]
+        kernels = kernels_for(acc)
         if isinstance(taken, slice) or taken.dtype == torch.bool:
             acc[taken] = 0 if rounding_error is None else rounding_error
-        elif rounding_error is None:
-            acc.index_fill_(0, taken, 0)  # a third of the time of acc[taken] = 0
         else:
-            acc.index_copy_(0, taken, rounding_error)
+            kernels.put_(acc, taken, acc.new_zeros(len(taken)) if rounding_error is None else rounding_error)
         for part in leftover:
             if isinstance(part, Sparse):
-                acc.index_add_(0, part.index, part.value)
+                kernels.add_(acc, part.index, part.value)
             else:
                 acc += part
 

@@ -202,15 +202,7 @@ def top_k(score: Tensor, k: int) -> Tensor:
     if not k:
         return torch.empty(0, dtype=torch.int64, device=score.device)
     threshold = kth_largest(score, min(k, len(score)))
-    if threshold == 0:
-        return (score > 0).nonzero().view(-1)
-    reach = kernels_for(score).at_least(score, [0, len(score)], [threshold])
-    if len(reach) > k:
-        ties = (score[reach] == threshold).nonzero().view(-1)
-        keep = torch.ones_like(reach, dtype=torch.bool)
-        keep[ties[len(ties) - (len(reach) - k) :]] = False
-        reach = reach[keep]
-    return reach
+    return kernels_for(score).first_at_least(score, threshold, k)
 
 
 def exact_threshold(acc: Tensor, k: int, ranking: Ranking) -> float:

@@ -85,6 +85,8 @@ class Sparse:
 
     def __getitem__(self, which: slice | Tensor) -> Sparse:
         """Return some of the elements held, by a slice, by their places or by a mask."""
+        if isinstance(which, Tensor) and which.dtype == torch.int64:  # half the time of an index in brackets
+            return Sparse(self.index.index_select(0, which), self.value.index_select(0, which), self.numel)
         return Sparse(self.index[which], self.value[which], self.numel)
 
     def shared(self, index: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.codec.values import GROUP, STEPS, rounded
+from oktopk.codec.values import rounded
+from oktopk.kernels.reference import GROUP, STEPS
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

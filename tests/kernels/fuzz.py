@@ -19,7 +19,7 @@ from oktopk.codec.indices import field_words
 from oktopk.codec.values import WIRES
 from oktopk.kernels import REFERENCE, WORTH_COMPILING
 from oktopk.kernels.numba_cpu import NumbaKernels
-from oktopk.kernels.reference import bits_of
+from oktopk.kernels.reference import GROUP, bits_of
 from oktopk.words import HEADER_WORDS
 
 LENGTHS = (0, 1, 7, 127, 128, 129, 1000, 4096, 4097, WORTH_COMPILING - 1, WORTH_COMPILING + 3, 70_000)
@@ -98,6 +98,9 @@ class Fuzz:
         for k in (0, 1, max(numel // 50, 1), numel, numel + 1, -3):
             found = self.attempt(NUMBA.kth_largest, held.abs(), k)
             assert found is None or found == REFERENCE.kth_largest(held.abs(), k)
+            if k >= 0:
+                first = self.attempt(NUMBA.first_at_least, held, float(self.numbers(1, np.float32)[0]), k)
+                assert first is None or len(first) <= k
             self.attempt(NUMBA.kth_largest, held, k)
 
     def over_pairs(self, numel, dtype):
@@ -109,7 +112,10 @@ class Fuzz:
         self.attempt(NUMBA.merge, many, [value[0][:-1], *value[1:]])
         for index, what in ((many[0], value[0]), (many[0], value[0][:-1])):
             with self.between_canaries(numel, dtype) as out:
-                self.attempt(NUMBA.spread, index, what, out)
+                self.attempt(NUMBA.spread, index, what, out, int(self.rng.choice([0, 0, 7, -(2**63), 2**63 - 1])))
+            for work in (NUMBA.put_, NUMBA.add_):
+                with self.between_canaries(numel, dtype) as out:
+                    self.attempt(work, out, index, what)
 
     def over_packed(self, numel):
         low_bits, start = int(self.rng.integers(1, 32)), int(self.rng.choice([0, 0, 1, 7]))
@@ -129,6 +135,15 @@ class Fuzz:
             for bits in (low_bits, 0, -1, 32, 64):
                 found = self.attempt(NUMBA.unpack, lows, highs, start, bits, count)
                 assert found is None or torch.equal(found, REFERENCE.unpack(lows, highs, start, bits, count))
+
+    def over_values(self, numel):
+        value = self.numbers(numel, np.float32)
+        for mine, theirs in zip(NUMBA.quantise(value), REFERENCE.quantise(value), strict=True):
+            assert torch.equal(mine, theirs)
+        steps, scale = self.any_bits(numel, np.int8), self.any_bits(-(-numel // GROUP), np.float32)
+        for scales in (scale, scale[1:]):
+            found = self.attempt(NUMBA.scaled, steps, scales, torch.float32)
+            assert found is None or torch.equal(found.isnan(), REFERENCE.scaled(steps, scales, torch.float32).isnan())
 
     def over_blocks(self):
         numel = int(self.rng.choice([1, 300, 70_000, 10_000_000, 2**31 - 1, 2**31, 2**40]))
@@ -167,6 +182,7 @@ def main(seed, rounds):
             fuzz.over_all(numel, dtype)
             fuzz.over_pairs(numel, dtype)
             fuzz.over_packed(numel)
+            fuzz.over_values(numel)
             fuzz.over_blocks()
     assert 0 < fuzz.refused < fuzz.done
     print(f"{fuzz.done} calls, {fuzz.refused} refused")

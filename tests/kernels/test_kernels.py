@@ -88,6 +88,12 @@ def test_at_least_is_what_its_words_say(dtype, values, threshold):
         assert kernels.at_least(acc, [0, len(values)], [threshold]).tolist() == expected
 
 
+def test_at_least_of_every_second_element():
+    acc = random(20_000, torch.float32)[::2]
+    for kernels in KERNELS:
+        assert torch.equal(kernels.at_least(acc, [0, len(acc)], [1.0]), (acc.abs() >= 1).nonzero().view(-1))
+
+
 @given(dtype=wide, scale=st.sampled_from([1.0, 0.25, -3.0, 0.0]), decay=st.sampled_from([1.0, 0.9, 0.5, 0.0]))
 def test_accumulate_scales_and_decays(dtype, scale, decay):
     held, grad = random(PIECE + 5, dtype, seed=1), random(PIECE + 5, dtype, seed=2)
@@ -148,15 +154,29 @@ def test_merge_is_the_references_and_leaves_its_input_alone(parts):
         assert all(same_bits(each, was) for each, was in zip(value, before, strict=True))
 
 
-@given(lengths, st.sampled_from([*DTYPES, torch.int64]), st.sampled_from([1, 7, 5000]))
-def test_spread_writes_every_element(numel, dtype, every):
+@given(lengths, st.sampled_from([*DTYPES, torch.int64]), st.sampled_from([1, 7, 5000]), st.sampled_from([0, 9, 2**40]))
+def test_spread_writes_every_element(numel, dtype, every, start):
     index = torch.arange(0, numel, every)
     wanted = torch.zeros(numel, dtype=dtype)
     wanted[index] = value = torch.arange(1, len(index) + 1).to(dtype)
     for kernels in KERNELS:
         out = torch.full((numel,), 77).to(dtype)
-        kernels.spread(index, value, out)
+        kernels.spread(index + start, value, out, start)
         assert torch.equal(out, wanted)
+
+
+@given(wide, st.lists(st.integers(0, 40)))
+def test_put_and_add_are_the_references(dtype, places):
+    """In the order of the indices, whether they are sorted or occur twice."""
+    index, before = torch.tensor(places, dtype=torch.int64), random(41, dtype)
+    value = random(len(index), dtype, seed=1)
+    for name, at in (("put_", torch.unique(index)), ("add_", index)):
+        wanted = before.clone()
+        getattr(REFERENCE, name)(wanted, at, value[: len(at)])
+        for kernels in FAST:
+            out = before.clone()
+            getattr(kernels, name)(out, at, value[: len(at)])
+            assert same_bits(out, wanted)
 
 
 @given(held=st.sets(st.integers(0, 50)), index=st.sets(st.integers(0, 50)))
@@ -172,6 +192,31 @@ def test_kth_largest_is_that_of_the_sorted(dtype, values):
     ordered = sorted(score.tolist(), reverse=True)
     for kernels in KERNELS:
         assert [kernels.kth_largest(score, k) for k in range(1, len(values) + 1)] == ordered
+
+
+@given(wide, st.lists(st.sampled_from([0.0, 1e-45, 0.5, 1.0, 1.5, math.inf]), min_size=1, max_size=200))
+def test_first_at_least_is_the_references(dtype, values):
+    """For each k, also where equal scores stand on both sides of the last place."""
+    score = torch.tensor(values, dtype=dtype)
+    for k in {1, len(values) // 2 + 1, len(values)}:
+        threshold = REFERENCE.kth_largest(score, k)
+        order = sorted(range(len(values)), key=lambda i: (-float(score[i]), i))[:k]
+        for kernels in KERNELS:
+            found = kernels.first_at_least(score, threshold, k).tolist()
+            assert found == sorted(i for i in order if score[i] > 0)
+
+
+@given(st.lists(awkward | poisons | st.floats(width=32), max_size=20), st.integers(0, 600), st.integers(-149, 127))
+def test_quantise_and_scaled_are_the_references(values, numel, exponent):
+    """Groups of any size and scale, with every awkward number, powers of two, and ties of rounding among them."""
+    value = (random(numel, torch.float32) * 2).round() / 2 * 2.0**exponent
+    value = torch.cat([torch.tensor(values, dtype=torch.float32), value, torch.tensor([2.0**exponent * 127])])
+    steps, scale = REFERENCE.quantise(value)
+    quantised = NUMBA.quantise(value)
+    assert torch.equal(quantised[0], steps)
+    assert same_bits(quantised[1], scale)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert same_bits(NUMBA.scaled(steps, scale, dtype), REFERENCE.scaled(steps, scale, dtype))
 
 
 @given(index=st.lists(st.integers(0, 9)) | st.integers(0, 12).map(lambda n: list(range(n))))
@@ -223,6 +268,25 @@ def test_arguments_that_cannot_be_are_refused():
     for index in ([-1, 3], [5, 3], [0, 20_000]):
         arguments = torch.tensor(index), torch.ones(2), torch.empty(20_000)
         refused([NUMBA], "spread", r"within 0\.\.19999", *arguments)
+    for index, value in (([-1, 3], torch.ones(2)), ([0, 20_000], torch.ones(2)), ([0, 1], torch.ones(1))):
+        for name in ("put_", "add_"):
+            refused([NUMBA], name, "indices, of which", torch.zeros(20_000), torch.tensor(index), value)
+    refused(
+        [NUMBA],
+        "first_at_least",
+        "3 scores are above 1",
+        torch.full((20_000,), 0.5).index_fill_(0, torch.arange(3), 2),
+        1.0,
+        2,
+    )
+    refused(
+        [NUMBA],
+        "scaled",
+        "2 scales are not those of 256 values",
+        torch.ones(256, dtype=torch.int8),
+        torch.ones(2),
+        torch.float32,
+    )
     ones = torch.ones(10)
     for bounds, segments_wanted in (([0, 11], 1), ([-1, 10], 1), ([0, 7, 5, 10], 3), ([0, 5, 10], 1)):
         refused([NUMBA], "at_least", "bounds", ones, bounds, [1.0] * segments_wanted)

@@ -145,11 +145,12 @@ def _among_candidates(prefilter: Prefilter, state: OkTopkState, k: int) -> Spars
     if whole is None or len(whole[0]) < k:
         return None
     index, value = whole
-    score = state.ranking.score(value, index)
-    stride = len(score) // CANDIDATE_SAMPLE + 1
-    sample = score[state.step % stride :: stride].contiguous()
+    stride = len(value) // CANDIDATE_SAMPLE + 1
+    first = state.step % stride
+    sample = state.ranking.score(value[first::stride].contiguous(), index[first::stride].contiguous())
     state.threshold = kth_largest(sample, max(round(k / stride), 1))
     state.floor = kth_largest(sample, round(WIDE * k / stride)) or FALL * state.floor
+    score = value if state.ranking.is_magnitude else state.ranking.score(value, index)  # |value| is compared
     chosen = kernels_for(score).at_least(score, [0, len(score)], [state.threshold])
     return Sparse(index.index_select(0, chosen), value.index_select(0, chosen), state.numel)
 

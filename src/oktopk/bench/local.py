@@ -23,9 +23,10 @@ from oktopk.bench.candidates import Matrices, matrices_of
 from oktopk.bench.models import heavy_tailed
 from oktopk.bench.netlab import received_bytes, sent_bytes
 from oktopk.bench.processes import Setting
-from oktopk.codec.values import GROUP, num_words, read, write_
+from oktopk.codec.values import num_words, read, write_
 from oktopk.comm import Comm
 from oktopk.ddp.local import LocalSteps
+from oktopk.kernels.reference import GROUP
 
 FRAGMENTS = 4
 TIMEOUT_S = 600.0

@@ -4,21 +4,14 @@
 of which 127 steps reach its largest value: the difference is exact, and rounding twice changes nothing.
 """
 
-import math
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from oktopk.errors import MalformedError
+from oktopk.kernels import kernels_for
+from oktopk.kernels.reference import EXPONENTS, GROUP
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-GROUP = 256
-"""Number of int8 values that share a scale, because a giant then costs only its own group their precision."""
-
-STEPS = 127
-EXPONENTS = (-126, 121)
-"""Range of a scale's exponent, because it has to be a normal number and 127 of it finite."""
 
 
 def num_words(wire: str, count: int) -> int:
@@ -93,21 +86,9 @@ def _num_groups(words: Tensor) -> int:
 
 def _quantise(value: Tensor) -> tuple[Tensor, Tensor]:
     """Return each value in steps of its group's scale, and the scales."""
-    single = round_to(value, torch.float32)
-    groups = pad(single, (0, -len(value) % GROUP)).view(-1, GROUP)
-    largest = groups.abs().amax(1) if len(value) else single
-    mantissa, exponent = torch.frexp(largest / STEPS)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(*EXPONENTS)
-    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), math.inf)
-    # Infinity stays, and NaN becomes infinity: a sum that overflowed must show.
-    steps = torch.nan_to_num(groups / scale[:, None], nan=1.0).round_().clamp_(-STEPS, STEPS)
-    return steps.view(-1)[: len(value)].to(torch.int8), scale
+    return kernels_for(value).quantise(round_to(value, torch.float32))
 
 
 def scaled(steps: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of these steps, GROUP of which share a scale."""
-    groups = pad(steps.to(dtype), (0, -len(steps) % GROUP)).view(-1, GROUP)
-    value = groups * scale.to(dtype)[:, None]
-    if bool(scale.isinf().any()):
-        value = torch.where(groups == 0, groups, value)  # no NaN beside an infinity: it would be ranked above it
-    return value.view(-1)[: len(steps)]
+    return kernels_for(steps).scaled(steps, scale, dtype)

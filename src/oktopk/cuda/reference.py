@@ -22,7 +22,7 @@ from oktopk.codec import Layout, values
 from oktopk.codec.indices import PLAIN
 from oktopk.cuda.packing import Packing
 from oktopk.kernels import REFERENCE
-from oktopk.kernels.reference import bits_of, running, scales_of
+from oktopk.kernels.reference import EXPONENTS, bits_of, running, scales_of
 from oktopk.words import HEADER_WORDS
 
 TILE = 1024
@@ -428,7 +428,7 @@ def _read(block: Tensor, count: int, layout: Layout, wire: str) -> tuple[Tensor,
     scale = block[layout.scales_at : layout.steps_at].view(torch.float32)[: values.num_scales(wire, count)]
     steps = block[layout.steps_at : words_of(layout, wire)].view(values.WIRES[wire])[:count]
     value = values.scaled(steps, scale, torch.float32) if len(scale) else steps.float()
-    return value, bool((scale >= 2.0 ** values.EXPONENTS[0]).all() & value.isfinite().all())
+    return value, bool((scale >= 2.0 ** EXPONENTS[0]).all() & value.isfinite().all())
 
 
 def rollback_if(bad: Tensor, acc: Tensor, held: Tensor, out: Tensor, filling: float) -> None:

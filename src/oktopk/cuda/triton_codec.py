@@ -20,10 +20,11 @@ from oktopk.codec import values
 from oktopk.cuda import reference
 from oktopk.cuda.packing import Packing
 from oktopk.cuda.triton_launch import kernel
+from oktopk.kernels import reference as plain
 
 HEADER, FIELDS = constexpr(reference.HEADER_WORDS), constexpr(len(codec.Layout._fields))
-GROUP, STEPS = constexpr(values.GROUP), constexpr(float(values.STEPS))
-LEAST_EXPONENT, MOST_EXPONENT = map(constexpr, values.EXPONENTS)
+GROUP, STEPS = constexpr(plain.GROUP), constexpr(float(plain.STEPS))
+LEAST_EXPONENT, MOST_EXPONENT = map(constexpr, plain.EXPONENTS)
 LARGEST_BF16 = constexpr(torch.finfo(torch.bfloat16).max)
 LARGEST, LOW = constexpr(reference.LARGEST), constexpr(reference.LOW)
 CHUNK = constexpr(1024)

@@ -110,6 +110,11 @@ def _results(use: Kernels, grad: Tensor, residual: Tensor, seed: int) -> Results
     index, other = ((torch.rand(numel, generator=generator) < 0.05).nonzero().view(-1) for _ in range(2))
     acc, out, above, dense = residual + grad, *(torch.full_like(residual, 7.0) for _ in range(3))
     use.spread(index, acc[index], dense)
+    placed, added = acc.clone(), acc.clone()
+    use.put_(placed, index, acc[index] / 3)
+    use.add_(added, index, acc[index] / 3)
+    steps, scale = use.quantise(acc.float())
+    middle = max(numel // 100, 1)
     packed: list[Tensor | float] = []
     for low_bits in (1, 5, 12):
         words = [torch.zeros(count, dtype=torch.int32) for count in field_words(numel, len(index), low_bits)]
@@ -119,10 +124,13 @@ def _results(use: Kernels, grad: Tensor, residual: Tensor, seed: int) -> Results
         "accumulate": [use.accumulate(grad, residual, out), out],
         "accumulate_above": [*use.accumulate_above(grad, residual, above, bounds, floors), above],
         "at_least": [use.at_least(acc, bounds, floors)],
-        "kth_largest": [use.kth_largest(acc.abs(), max(numel // 100, 1))],
+        "kth_largest": [use.kth_largest(acc.abs(), middle)],
+        "first_at_least": [use.first_at_least(acc.abs(), use.kth_largest(acc.abs(), middle), middle)],
         "merge": use.merge([index, other], [acc[index], acc[other]]),
         "shared": [use.shared(other, index), float(use.is_increasing(index))],
         "spread": [dense],
+        "put": [placed, added],
+        "quantise": [steps, scale, use.scaled(steps, scale, acc.dtype)],
         "pack": packed,
     }
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from oktopk.errors import MalformedError
 from oktopk.kernels import reference
-from oktopk.kernels.reference import REFERENCE, Ends, Floors, Kernels
+from oktopk.kernels.reference import EXPONENTS, GROUP, REFERENCE, STEPS, Ends, Floors, Kernels
 
 CHUNK = 128
 """Elements that are added before they are compared: two words of comparisons, a bit for each element."""
@@ -97,6 +97,14 @@ class NumbaKernels(Kernels):
         _members(bits, array, shift, bin_, len(counts) - 1, members)
         return float(np.partition(members, -rank)[-rank])
 
+    def first_at_least(self, score: Tensor, threshold: float, k: int) -> Tensor:
+        bits, floor, magnitude, _ = _ordered(score.numpy(), reference.held_by(score.dtype, [threshold]))
+        index = np.empty(k + 1, np.int64)
+        count = int(_first_at_least(bits, floor[0], magnitude, index))
+        if count > k:
+            raise MalformedError(f"{count} scores are above {threshold:g}, which is not the {k}-th largest")
+        return torch.from_numpy(index[:count])
+
     def is_increasing(self, index: Tensor) -> bool:
         return bool(_is_increasing(index.numpy()))
 
@@ -115,16 +123,22 @@ class NumbaKernels(Kernels):
         places = np.empty(len(index) + 1, np.int64)
         return torch.from_numpy(places[: _shared(held.numpy(), index.numpy(), places)])
 
-    def spread(self, index: Tensor, value: Tensor, out: Tensor) -> None:
+    def put_(self, out: Tensor, index: Tensor, value: Tensor) -> None:
+        _check_placed(int(_put(index.numpy(), value.numpy(), out.numpy())), index, value)
+
+    def add_(self, out: Tensor, index: Tensor, value: Tensor) -> None:
+        _check_placed(int(_put_sum(index.numpy(), value.numpy(), out.numpy())), index, value)
+
+    def spread(self, index: Tensor, value: Tensor, out: Tensor, start: int = 0) -> None:
         if out.dtype not in (torch.float32, torch.float64) or not _can_stream(out):
-            REFERENCE.spread(index, value, out)  # numpy has no bfloat16
+            REFERENCE.spread(index, value, out, start)  # numpy has no bfloat16
             return
         if len(index) != len(value):
             raise MalformedError("there must be as many values as indices")
         where, result = index.numpy(), out.numpy()
-        if len(where) and not (_is_increasing(where) and where[0] >= 0 and where[-1] < len(result)):
-            raise MalformedError(f"indices must be strictly increasing, and within 0..{len(result) - 1}")
-        _spread(where, value.numpy(), result, np.zeros(WINDOW, result.dtype), _lead(result))
+        if len(where) and not (_is_increasing(where) and where[0] >= start and where[-1] < start + len(result)):
+            raise MalformedError(f"indices must be strictly increasing, and within {start}..{start + len(result) - 1}")
+        _spread(where, value.numpy(), start, result, np.zeros(WINDOW, result.dtype), _lead(result))
 
     def pack_(self, index: Tensor, start: int, low_bits: int, lows: Tensor, highs: Tensor) -> None:
         array = index.numpy()
@@ -141,6 +155,26 @@ class NumbaKernels(Kernels):
         words = lows.numpy().view(np.uint32), highs.numpy().view(np.uint32)
         reference.check_ones(int(_unpack(*words, start, low_bits, index)), count)
         return torch.from_numpy(index)
+
+    def quantise(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        array = value.numpy()
+        steps, scale = np.empty(len(array), np.int8), np.empty(-(-len(array) // GROUP), np.float32)
+        _quantise(array, array.view(np.uint32), steps, scale, scale.view(np.uint32))
+        return torch.from_numpy(steps), torch.from_numpy(scale)
+
+    def scaled(self, steps: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype not in (torch.float32, torch.float64):
+            return REFERENCE.scaled(steps, scale, dtype)
+        if len(scale) != -(-len(steps) // GROUP):
+            raise MalformedError(f"{len(scale)} scales are not those of {len(steps)} values")
+        value = np.empty(len(steps), np.float32 if dtype == torch.float32 else np.float64)
+        _scaled(steps.numpy(), scale.numpy(), value)
+        return torch.from_numpy(value)
+
+
+def _check_placed(done: int, index: Tensor, value: Tensor) -> None:
+    if not done == len(index) == len(value):
+        raise MalformedError(f"{len(value)} values have {len(index)} indices, of which number {done} is not within")
 
 
 def _check_alike(grad: Tensor, held: Tensor, out: Tensor) -> None:
@@ -166,6 +200,7 @@ def _ordered(array: np.ndarray[Any, Any], floors: Any) -> tuple[Any, ...]:
 
     Return the mask without the sign bit and the integer of infinity as well: only a NaN is above that one.
     """
+    array = np.ascontiguousarray(array)  # as `_reaching` needs it
     kind = np.dtype(f"u{array.dtype.itemsize}").type
     infinity = array.dtype.type(np.inf)
     return array.view(kind), floors.view(kind), kind(np.iinfo(kind).max >> 1), infinity.view(kind)
@@ -225,7 +260,7 @@ _stream: Any = intrinsic(_past_the_cache)
 def _comparisons(_: Any, bits: Any, i: Any, magnitude: Any, floor: Any) -> Any:  # noqa: ARG001
     """Return a bit for each of the WORD_BITS elements of `bits` from number i on: whether it, masked, is >= `floor`.
 
-    Not even NUMBA_BOUNDSCHECK=1 checks this load. The caller proves that the elements are there.
+    Not even NUMBA_BOUNDSCHECK=1 checks this load. The caller proves that the elements are there, side by side.
     """
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -297,9 +332,9 @@ def _add_chunks(grad, held, out, sums, bits, floor, magnitude, index, value, cou
             reaches = _reaching(bits, word, magnitude, floor)
             count = min(count, room)  # there are room + WORD_BITS places, and at most WORD_BITS bits
             while reaches:
-                i = np.uintp(word) + np.uintp(_lowest_bit(reaches))
-                index[count] = chunk + np.int64(i)
-                value[count] = sums[i]
+                place = np.uintp(word) + np.uintp(_lowest_bit(reaches))
+                index[count] = chunk + np.int64(place)
+                value[count] = sums[place]
                 count += np.uintp(1)
                 reaches &= reaches - np.uint64(1)
     return count
@@ -345,9 +380,9 @@ def _at_least_in(bits, floor, magnitude, infinity, index, count, start):
         if count > room:  # else there are places from `count` on for WORD_BITS bits
             return count
         while reaches:
-            i = word + np.int64(_lowest_bit(reaches))
-            index[count] = start + i
-            count += np.uintp(bits[np.uintp(i)] & magnitude <= infinity)
+            place = np.uintp(word) + np.uintp(_lowest_bit(reaches))
+            index[count] = start + np.int64(place)
+            count += np.uintp(bits[place] & magnitude <= infinity)
             reaches &= reaches - np.uint64(1)
     for i in range(whole, len(bits)):
         if count > room:
@@ -388,6 +423,36 @@ def _members(bits, array, shift, wanted, last, members):
         if np.uintp(bits[i] >> shift) & np.uintp(last) == np.uintp(wanted):
             members[count] = array[i]
             count += 1
+
+
+@_compiled
+def _first_at_least(bits, floor, magnitude, index):
+    """Write the places above `floor`, and the first of those that equal it, up to k = len(index) - 1; return the count.
+
+    A count above k says that more are above `floor`, and nothing was written. Otherwise count <= k at every place.
+    """
+    above, count = 0, np.uintp(0)
+    for i in range(len(bits)):
+        above += bits[i] > floor
+    ties = len(index) - 1 - above
+    if ties < 0:
+        return np.uintp(above)
+    whole = len(bits) - len(bits) % WORD_BITS
+    for word in range(0, len(bits), WORD_BITS):
+        reaches = np.uint64(0)
+        if word < whole:
+            reaches = _reaching(bits, word, magnitude, floor)
+        else:
+            for i in range(whole, len(bits)):
+                reaches |= np.uint64(bits[i] >= floor) << np.uint64(i - whole)
+        while reaches:
+            place = np.uintp(word) + np.uintp(_lowest_bit(reaches))
+            is_tie = bits[place] == floor
+            index[count] = np.int64(place)
+            count += np.uintp(not is_tie or ties > 0)
+            ties -= is_tie
+            reaches &= reaches - np.uint64(1)
+    return count
 
 
 @_compiled
@@ -436,46 +501,128 @@ def _merge(index, value, ends, sums, where, what):
 
 @_compiled
 def _shared(held, index, places):
-    """Walk along both without a branch on which is ahead, because it could not be predicted."""
-    i, j, count = 0, 0, 0  # count <= i, since it goes up only with i
-    while i < len(index) and j < len(held):
-        ours, theirs = index[i], held[j]
-        places[count] = i
-        count += ours == theirs
-        i += ours <= theirs
-        j += theirs <= ours
+    """Mark a window of `held`, a byte for each place, and look up those of `index`: no branch that goes by the data.
+
+    Each window begins at an index of both or of one, so that at least one is passed. count <= i: it goes up with i.
+    """
+    i, j, count = np.uintp(0), np.uintp(0), np.uintp(0)
+    ours, theirs, window = np.uintp(len(index)), np.uintp(len(held)), np.uintp(WINDOW)
+    there = np.zeros(WINDOW, np.uint8)
+    while i < ours and j < theirs:
+        start = max(index[i], held[j])
+        while i < ours and index[i] < start:
+            i += np.uintp(1)
+        while j < theirs and held[j] < start:
+            j += np.uintp(1)
+        first = j
+        while j < theirs and np.uintp(held[j] - start) < window:  # unsigned: one before `start` is beyond, too
+            there[np.uintp(held[j] - start)] = 1
+            j += np.uintp(1)
+        while i < ours and np.uintp(index[i] - start) < window:
+            places[count] = i
+            count += np.uintp(there[np.uintp(index[i] - start)])
+            i += np.uintp(1)
+        while first < j:  # the same places
+            there[np.uintp(held[first] - start)] = 0
+            first += np.uintp(1)
     return count
 
 
 @_compiled
-def _spread(index, value, out, window, lead):
-    """Fill `out`, whose first aligned element is number `lead`; the indices are sorted and within it.
+def _put(index, value, out):
+    """Put each value at its index, up to the first index that is not within `out`; return how many."""
+    count = min(len(index), len(value))
+    for i in range(count):
+        place = np.uintp(index[i])  # unsigned: one below 0 is beyond, too
+        if place >= np.uintp(len(out)):
+            return i
+        out[place] = value[i]
+    return count
+
+
+@_compiled
+def _put_sum(index, value, out):
+    """Add each value at its index, as `_put` puts it there."""
+    count = min(len(index), len(value))
+    for i in range(count):
+        place = np.uintp(index[i])
+        if place >= np.uintp(len(out)):
+            return i
+        out[place] += value[i]
+    return count
+
+
+@_compiled
+def _quantise(value, bits, steps, scale, scale_bits):
+    """Write the steps and the scale of each group, as the reference does; `bits` are those of the values."""
+    magnitude, infinity, one = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), 127
+    for group in range(len(scale)):
+        few = slice(group * GROUP, min(group * GROUP + GROUP, len(value)))
+        ours, raw, result = value[few], bits[few], steps[few]
+        largest = np.uint32(0)
+        for i in range(len(raw)):
+            largest = max(largest, raw[i] & magnitude)
+        if largest >= infinity:
+            scale[group] = np.inf
+            for i in range(len(raw)):
+                result[i] = np.int8((raw[i] & magnitude) >= infinity)
+            continue
+        scale_bits[group] = largest
+        scale[group] /= np.float32(STEPS)
+        exponent = 0
+        if scale_bits[group]:  # the least power of two that is not smaller: one less where it is one itself
+            exponent = np.int64(scale_bits[group] >> 23) - one + (scale_bits[group] & np.uint32(0x7FFFFF) != 0)
+            exponent = min(max(exponent, EXPONENTS[0]), EXPONENTS[1])
+        scale_bits[group] = np.uint32(one - exponent) << 23
+        inverse = scale[group]  # exact, and a product with it is the quotient
+        scale_bits[group] = np.uint32(one + exponent) << 23
+        for i in range(len(ours)):
+            step = np.rint(ours[i] * inverse)
+            result[i] = np.int8(min(max(step, np.float32(-STEPS)), np.float32(STEPS)))
+
+
+@_compiled
+def _scaled(steps, scale, value):
+    for group in range(len(scale)):
+        few, factor = slice(group * GROUP, min(group * GROUP + GROUP, len(value))), scale[group]
+        ours, result = steps[few], value[few]
+        for i in range(len(ours)):
+            result[i] = ours[i] * factor
+        if factor == np.inf:
+            for i in range(len(ours)):
+                if ours[i] == 0:
+                    result[i] = 0
+
+
+@_compiled
+def _spread(index, value, start, out, window, lead):
+    """Fill `out`, whose first aligned element is number `lead`; the indices are sorted and, less `start`, within it.
 
     Each window is made in the nearest cache and stored past the others. Windows begin at `lead` and are a multiple of
     32 bytes each, so that `_stream` is in bounds and aligned.
     """
     first = min(lead, len(out))
     last = len(out) - (len(out) - first) % WINDOW
-    at, end = np.uintp(_spread_few(index, value, 0, out, 0, first)), np.uintp(len(index))
+    at, end = np.uintp(_spread_few(index, value, start, 0, out, 0, first)), np.uintp(len(index))
     for low in range(first, last, WINDOW):
-        begin = at
-        while at < end and index[at] < low + WINDOW:  # and not before `low`: all that is was passed above
-            window[np.uintp(index[at] - low)] = value[at]
+        begin, here = at, start + low
+        while at < end and index[at] < here + WINDOW:  # and not before `here`: all that is was passed above
+            window[np.uintp(index[at] - here)] = value[at]
             at += np.uintp(1)
         for i in range(0, WINDOW, STREAM_BYTES // window.itemsize):
             _stream(out, low + i, window, i)
         while begin < at:  # the same places
-            window[np.uintp(index[begin] - low)] = 0
+            window[np.uintp(index[begin] - here)] = 0
             begin += np.uintp(1)
-    _spread_few(index, value, np.int64(at), out, last, len(out))
+    _spread_few(index, value, start, np.int64(at), out, last, len(out))
 
 
 @_compiled
-def _spread_few(index, value, at, out, first, last):
+def _spread_few(index, value, start, at, out, first, last):
     """Do so for the elements before the first whole window and behind the last; return the next pair's place."""
     out[first:last] = 0
-    while at < len(index) and index[at] < last:  # and not before `first`, nor 0: they are sorted
-        out[index[at]] = value[at]
+    while at < len(index) and index[at] - start < last:  # and not before `first`, nor 0: they are sorted
+        out[index[at] - start] = value[at]
         at += 1
     return at
 

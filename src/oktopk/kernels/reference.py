@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from oktopk.errors import MalformedError
 
@@ -19,6 +20,11 @@ NOT_PACKABLE = "indices must be strictly increasing, and none negative, to be pa
 WORD_BITS = 32
 CHUNK = 1 << 17
 """Elements of a chunk, because a core's own cache holds as many with room to spare."""
+GROUP = 256
+"""Number of int8 values that share a scale, because a giant then costs only its own group their precision."""
+STEPS = 127
+EXPONENTS = (-126, 121)
+"""Range of a scale's exponent, because it has to be a normal number and 127 of it finite."""
 MEMORY = 0.9
 """Part of a running mean of the squared gradient that one more measurement leaves."""
 MOST_SCALE = 2.0**16
@@ -73,6 +79,19 @@ class Kernels:
             raise MalformedError(NO_SCORE)
         return float(largest.min())
 
+    def first_at_least(self, score: Tensor, threshold: float, k: int) -> Tensor:
+        """Return the sorted places of the scores above the threshold, the k-th largest, and of the first equal to it.
+
+        These are k, or those that are not 0. No score is negative, or NaN.
+        """
+        reach = self.at_least(score, [0, len(score)], [threshold])
+        if len(reach) > k:
+            ties = (score[reach] == threshold).nonzero().view(-1)
+            keep = torch.ones_like(reach, dtype=torch.bool)
+            keep[ties[len(ties) - (len(reach) - k) :]] = False
+            reach = reach[keep]
+        return reach
+
     def is_increasing(self, index: Tensor) -> bool:
         """Whether every index is larger than the one before it."""
         return bool((index[1:] > index[:-1]).all())
@@ -92,9 +111,17 @@ class Kernels:
         place = torch.searchsorted(held, index).clamp_(max=len(held) - 1)
         return (held[place] == index).nonzero().view(-1)
 
-    def spread(self, index: Tensor, value: Tensor, out: Tensor) -> None:
-        """Make `out` the vector that has `value` at `index`, which is sorted, and zeros elsewhere."""
-        out.zero_().index_copy_(0, index, value)
+    def put_(self, out: Tensor, index: Tensor, value: Tensor) -> None:
+        """Make the elements of `out` at `index` the values."""
+        out.index_copy_(0, index, value)
+
+    def add_(self, out: Tensor, index: Tensor, value: Tensor) -> None:
+        """Add the values to the elements of `out` at `index`."""
+        out.index_add_(0, index, value)
+
+    def spread(self, index: Tensor, value: Tensor, out: Tensor, start: int = 0) -> None:
+        """Make `out` a vector, from its element `start` on, with `value` at the sorted `index`, and zeros elsewhere."""
+        out.zero_().index_copy_(0, index - start if start else index, value)
 
     def pack_(self, index: Tensor, start: int, low_bits: int, lows: Tensor, highs: Tensor) -> None:
         """Write sorted indices from `start` on into words that are zero: their low bits, and their high parts.
@@ -118,6 +145,25 @@ class Kernels:
         low = (bits_of(lows)[: count * low_bits].view(count, low_bits) << bits).sum(1)
         high = place - torch.arange(count, device=lows.device)
         return start + (high << low_bits | low)
+
+    def quantise(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each float32 value in steps of its group's scale, as int8, and the scales."""
+        groups = pad(value, (0, -len(value) % GROUP)).view(-1, GROUP)
+        largest = groups.abs().amax(1) if len(value) else value
+        mantissa, exponent = torch.frexp(largest / STEPS)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(*EXPONENTS)
+        scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), math.inf)
+        # Infinity stays, and NaN becomes infinity: a sum that overflowed must show.
+        steps = torch.nan_to_num(groups / scale[:, None], nan=1.0).round_().clamp_(-STEPS, STEPS)
+        return steps.view(-1)[: len(value)].to(torch.int8), scale
+
+    def scaled(self, steps: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of these steps, GROUP of which share a scale."""
+        groups = pad(steps.to(dtype), (0, -len(steps) % GROUP)).view(-1, GROUP)
+        value = groups * scale.to(dtype)[:, None]
+        if bool(scale.isinf().any()):
+            value = torch.where(groups == 0, groups, value)  # no NaN beside an infinity: it would be ranked above it
+        return value.view(-1)[: len(steps)]
 
 
 REFERENCE = Kernels()

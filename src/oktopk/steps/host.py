@@ -291,7 +291,7 @@ def _write_mean_(
         cuts = torch.tensor([span.start for span, _ in outs] + [total.numel], device=total.index.device)
         ends = torch.searchsorted(total.index, cuts).tolist()
         for (span, out), i, j in zip(outs, ends, ends[1:], strict=False):
-            kernels_for(out).spread(total.index[i:j] - span.start, rounded[i:j], out)
+            kernels_for(out).spread(total.index[i:j], rounded[i:j], out, span.start)
     else:
         for span, out in outs:
             out.copy_(rounded[span])
