@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import local_learning, overlap, plan, published, reduce, step, volume
+from benchmarks import compute, local_learning, overlap, plan, published, reduce, step, volume
+from oktopk import MalformedError
 
 TINY = ["--width", "64", "--layers", "3", "--batch", "8", "--rounds", "2"]
 
@@ -50,6 +51,20 @@ def test_reduce_times_every_contender(tmp_path: Path, capsys: pytest.CaptureFixt
     for other in ("triad", "topk"):
         least, most = (selection["ours_s"][a] / selection[f"{other}_s"][b] for a, b in (("min", "max"), ("max", "min")))
         assert least <= selection[f"over_{other}"]["median"] <= most
+
+
+def test_compute_replays_a_step_bit_for_bit(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    arguments = ["--numel", "9000", "--ranks", "3", "--rounds", "6"]  # a sweep is among them
+    result = compute.main(arguments)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    assert {"accumulate", "select", "pack", "reduce", "apply"} <= set(result["phases_s"])
+    step = result["step_s"]
+    assert max(phase["min"] for phase in result["phases_s"].values()) <= step["median"] <= step["max"]
+    assert result["passes"]["min"] == step["min"] / result["triad_s"]["min"]
+    received = compute.Replay.all_gather
+    monkeypatch.setattr(compute.Replay, "all_gather", lambda comm, block: received(comm, block).flip(0))
+    with pytest.raises((RuntimeError, MalformedError), match=r"other bits|leave"):
+        compute.main(arguments)
 
 
 def test_phases_and_the_rest_add_up_to_the_slowest_rank() -> None:
