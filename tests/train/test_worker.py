@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ def started(by, arguments, data, folder, **env):
     if Path(command[0]).name == "ompirun_wrapper":  # the wheel's own mpirun says so where it has not been replaced
         env |= dict.fromkeys(("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX"), str(Path(command[0]).parents[1]))
     how = {"cwd": folder, "env": os.environ | env, "start_new_session": True, "text": True}
+    how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
     running = Running(process, folder / "runs" / "run")
     try:
