@@ -154,8 +154,8 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
     kernels = kernels_for(acc)
     work = {
         "triad": lambda: torch.add(grad, held, alpha=2.0, out=acc),
-        "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors),
-        "reference": lambda: REFERENCE.accumulate_above(grad, held, acc, bounds, floors),
+        "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors, numel),
+        "reference": lambda: REFERENCE.accumulate_above(grad, held, acc, bounds, floors, numel),
     }
     samples: dict[str, list[float]] = {name: [] for name in work}
     with torch_threads(threads):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oktopk import Sparse
-from oktopk.feedback import Prefilter, Residual
+from oktopk.feedback import FEW, Prefilter, Residual
 from oktopk.kernels import REFERENCE
 from tests.laws import same_bits
 
@@ -73,36 +73,42 @@ def random(numel: int, seed: int = 0) -> torch.Tensor:
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=5),
     beyond=st.integers(0, 10),
     cuts=st.lists(st.integers(0, 160), max_size=4),
+    height=st.sampled_from([0.3, 1.5, 2.5]),
 )
-def test_seen_in_pieces_is_what_a_look_at_all_finds(lengths: list[int], beyond: int, cuts: list[int]) -> None:
+def test_seen_in_pieces_is_what_a_look_at_all_finds(
+    lengths: list[int], beyond: int, cuts: list[int], height: float
+) -> None:
     """Pieces need not be segments, and what lies beyond the last segment is added, but not looked at."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     numel = bounds[-1] + beyond
-    floors = [0.3 * (i + 1) for i in range(len(lengths))]
+    floors = [height + 0.3 * i for i in range(len(lengths))]
     grad, prefilter = random(numel), Prefilter(bounds, floors)
     residual = Residual(numel, torch.float32, CPU)
     edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     for low, high in itertools.pairwise(edges):
         residual.accumulate_(grad[low:high], slice(low, high), prefilter=prefilter)
     assert torch.equal(residual.acc, grad)
-    whole = prefilter.all_of(bounds[-1])
+    whole, wanted = prefilter.all_of(bounds[-1]), REFERENCE.at_least(grad[: bounds[-1]], bounds, floors)
     if whole is None:
-        assert bounds[-1] == 0
+        assert bounds[-1] == 0 or len(wanted) > bounds[-1] // FEW
         return
-    assert torch.equal(whole[0], REFERENCE.at_least(grad[: bounds[-1]], bounds, floors))
+    assert len(wanted) <= bounds[-1] // FEW
+    assert torch.equal(whole[0], wanted)
     assert torch.equal(whole[1], grad[whole[0]])
 
 
 def test_what_was_not_all_seen_or_not_in_order_is_not_taken_for_the_whole() -> None:
-    residual, prefilter = Residual(10, torch.float32, CPU), Prefilter([0, 10], [0.1])
-    residual.accumulate_(random(5), slice(0, 5), prefilter=prefilter)
-    assert prefilter.all_of(10) is None
-    residual.accumulate_(random(5), slice(5, 10), scale=0.5, prefilter=prefilter)  # clipped: not looked at
-    assert prefilter.all_of(10) is None
-    swapped = Prefilter([0, 10], [0.0])
-    for low in (5, 0):
-        residual.accumulate_(random(5), slice(low, low + 5), prefilter=swapped)
-    assert swapped.all_of(10) is None
+    residual, prefilter = Residual(64, torch.float32, CPU), Prefilter([0, 64], [0.5])
+    one = torch.eye(1, 32)[0]
+    residual.accumulate_(one, slice(0, 32), prefilter=prefilter)
+    assert prefilter.all_of(64) is None
+    residual.accumulate_(one, slice(32, 64), scale=0.5, prefilter=prefilter)  # clipped: not looked at
+    assert prefilter.all_of(64) is None
+    for starts, is_whole in (((32, 0), False), ((0, 32), True)):
+        another = Prefilter([0, 64], [0.5])
+        for low in starts:
+            residual.accumulate_(one, slice(low, low + 32), prefilter=another)
+        assert (another.all_of(64) is not None) == is_whole
 
 
 def test_the_first_that_is_not_finite_is_told_by_its_place_in_acc() -> None:

@@ -21,6 +21,9 @@ from oktopk.sparse import Sparse
 
 ALL = slice(None)
 
+FEW = 16
+"""Elements for each that may be noted, because a pass over the vector costs less than listing more of them."""
+
 
 class Residual:
     """One rank's undelivered gradient, in two buffers: `held`, the current residual, and `acc`, the step made of it.
@@ -86,7 +89,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass
 class Prefilter:
-    """The elements of acc that reach the floor of their segment, as far as acc has been made.
+    """The elements of acc that reach the floor of their segment, as far as acc has been made, if they are few.
 
     Segment s is acc[bounds[s]:bounds[s + 1]]. `numel` counts the elements passed over, so that a part is never taken
     for the whole. Elements beyond the last bound are not looked at.
@@ -96,17 +99,24 @@ class Prefilter:
     floors: Sequence[float] | NDArray[np.float64]
     numel: int = 0
     _noted: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # start of the part, indices, values
+    _has_too_many: bool = False
 
     def accumulate_(self, grad: Tensor, held: Tensor, acc: Tensor, start: int) -> int:
         """Write held + grad into `acc`, whose first element is number `start`; return as the kernel does."""
         edges, floors = self._segments(start, start + len(acc))
         end, first_bad = int(edges[-1]), -1
-        if len(floors):
-            looked = slice(0, end)
-            kernels = kernels_for(acc[looked])
-            first_bad, index, value = kernels.accumulate_above(grad[looked], held[looked], acc[looked], edges, floors)
-            self._noted.append((start, index + start if start else index, value))
-            self.numel += end
+        if self._has_too_many:
+            end = 0
+        elif len(floors):
+            looked, kernels = slice(0, end), kernels_for(acc[:end])
+            first_bad, noted = kernels.accumulate_above(
+                grad[looked], held[looked], acc[looked], edges, floors, self._most()
+            )
+            self._has_too_many = noted is None
+            if noted is not None:
+                index, value = noted
+                self._noted.append((start, index + start if start else index, value))
+                self.numel += end
         if end < len(acc):
             rest = slice(end, None)
             bad = kernels_for(acc[rest]).accumulate(grad[rest], held[rest], acc[rest])
@@ -115,12 +125,18 @@ class Prefilter:
         return first_bad
 
     def all_of(self, numel: int) -> tuple[Tensor, Tensor] | None:
-        """Return sorted indices and values of the elements noted of a vector of `numel`; None if a part is missing."""
+        """Return sorted indices and values of the elements noted of a vector of `numel`.
+
+        None if a part is missing, or if they were too many.
+        """
         starts = [start for start, _, _ in self._noted]
         if self.numel != numel or not starts or starts != sorted(starts):
             return None
         _, index, value = zip(*self._noted, strict=True)
         return (index[0], value[0]) if len(starts) == 1 else (torch.cat(index), torch.cat(value))
+
+    def _most(self) -> int:
+        return int(self.bounds[-1]) // FEW - sum(len(index) for _, index, _ in self._noted)
 
     def _segments(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Return the edges of the segments in start..stop, counted from there, and the floor of each."""

@@ -89,7 +89,7 @@ class Fuzz:
 
     def over_all(self, numel, dtype):
         grad, held, bounds = self.numbers(numel, dtype), self.numbers(numel, dtype), self.bounds(numel)
-        for work, *more in ((NUMBA.accumulate,), (NUMBA.accumulate_above, *bounds)):
+        for work, *more in ((NUMBA.accumulate,), (NUMBA.accumulate_above, *bounds, int(self.rng.integers(numel + 1)))):
             with self.between_canaries(numel, dtype) as out:
                 self.attempt(work, grad, held, out, *more)
         self.attempt(NUMBA.accumulate, grad[: numel // 2], held, torch.empty_like(held))

@@ -68,9 +68,14 @@ def test_the_passes_over_all_give_the_references_bits(numel, dtypes, first, ties
         assert kernels.accumulate(grad, held, out) == -1
         assert same_bits(out, total)
         out.fill_(77)
-        bad, where, value = kernels.accumulate_above(grad, held, out, bounds, floors)
-        assert bad == -1
-        assert same_bits(out, total)
+        for most in (len(index), numel):
+            out.fill_(77)
+            bad, noted = kernels.accumulate_above(grad, held, out, bounds, floors, most)
+            assert bad == -1
+            assert same_bits(out, total)
+        if len(index):
+            assert kernels.accumulate_above(grad, held, out, bounds, floors, len(index) - 1) == (-1, None)
+        where, value = noted
         assert torch.equal(where, index)
         assert same_bits(value, total[index])
         assert torch.equal(kernels.at_least(out, bounds, floors), index)
@@ -113,7 +118,8 @@ def test_the_first_that_is_not_finite_is_found(poison, at):
     held, out = torch.zeros_like(grad), torch.empty_like(grad)
     for kernels in KERNELS:
         assert kernels.accumulate(grad, held, out) == min(at)
-        assert kernels.accumulate_above(grad, held, out, [0, len(grad)], [3.0])[0] == min(at)
+        for most in (0, len(grad)):
+            assert kernels.accumulate_above(grad, held, out, [0, len(grad)], [3.0], most)[0] == min(at)
 
 
 def test_accumulate_tells_large_from_infinite_and_keeps_denormals_and_minus_zero():
@@ -290,7 +296,7 @@ def test_arguments_that_cannot_be_are_refused():
     ones = torch.ones(10)
     for bounds, segments_wanted in (([0, 11], 1), ([-1, 10], 1), ([0, 7, 5, 10], 3), ([0, 5, 10], 1)):
         refused([NUMBA], "at_least", "bounds", ones, bounds, [1.0] * segments_wanted)
-        refused([NUMBA], "accumulate_above", "bounds", ones, ones, ones.clone(), bounds, [1.0] * segments_wanted)
+        refused([NUMBA], "accumulate_above", "bounds", ones, ones, ones.clone(), bounds, [1.0] * segments_wanted, 10)
 
 
 def test_an_unaligned_result_is_not_streamed_to():
@@ -299,5 +305,5 @@ def test_an_unaligned_result_is_not_streamed_to():
     out = torch.frombuffer(whole.numpy().data, dtype=torch.float32, offset=1, count=20_000)
     NUMBA.spread(torch.tensor([3, 19_999]), torch.tensor([1.0, 2.0]), out)
     assert out.nonzero().view(-1).tolist() == [3, 19_999]
-    index = NUMBA.accumulate_above(torch.ones(20_000), torch.zeros(20_000), out, [0, 20_000], [1.0])[1]
-    assert len(index) == 20_000
+    _, noted = NUMBA.accumulate_above(torch.ones(20_000), torch.zeros(20_000), out, [0, 20_000], [1.0], 20_000)
+    assert len(noted[0]) == 20_000

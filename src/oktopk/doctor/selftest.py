@@ -109,6 +109,7 @@ def _results(use: Kernels, grad: Tensor, residual: Tensor, seed: int) -> Results
     bounds, floors = [0, numel // 3, numel // 3, numel], [4.0, 1.0, 5.0]
     index, other = ((torch.rand(numel, generator=generator) < 0.05).nonzero().view(-1) for _ in range(2))
     acc, out, above, dense = residual + grad, *(torch.full_like(residual, 7.0) for _ in range(3))
+    bad, noted = use.accumulate_above(grad, residual, above, bounds, floors, numel)
     use.spread(index, acc[index], dense)
     placed, added = acc.clone(), acc.clone()
     use.put_(placed, index, acc[index] / 3)
@@ -122,7 +123,7 @@ def _results(use: Kernels, grad: Tensor, residual: Tensor, seed: int) -> Results
         packed += [*words, use.unpack(words[0], words[1], 0, low_bits, len(index))]
     return {
         "accumulate": [use.accumulate(grad, residual, out), out],
-        "accumulate_above": [*use.accumulate_above(grad, residual, above, bounds, floors), above],
+        "accumulate_above": [bad, *(noted or ()), above],
         "at_least": [use.at_least(acc, bounds, floors)],
         "kth_largest": [use.kth_largest(acc.abs(), middle)],
         "first_at_least": [use.first_at_least(acc.abs(), use.kth_largest(acc.abs(), middle), middle)],

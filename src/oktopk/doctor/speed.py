@@ -58,7 +58,7 @@ def _pass_of(grad: Tensor, residual: Tensor, acc: Tensor, density: float) -> Cal
         step_offset = torch.zeros(1, dtype=torch.int32, device=device)
         return lambda: fast.accumulate_compact(grad, residual, acc, threshold, step_offset, found)
     kernels, floors = kernels_for(acc), threshold.tolist()
-    return lambda: kernels.accumulate_above(grad, residual, acc, [0, numel], floors)
+    return lambda: kernels.accumulate_above(grad, residual, acc, [0, numel], floors, numel)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from oktopk.errors import MalformedError
 from oktopk.kernels import reference
-from oktopk.kernels.reference import EXPONENTS, GROUP, REFERENCE, STEPS, Ends, Floors, Kernels
+from oktopk.kernels.reference import EXPONENTS, GROUP, REFERENCE, STEPS, Ends, Floors, Kernels, Noted
 
 CHUNK = 128
 """Elements that are added before they are compared: two words of comparisons, a bit for each element."""
@@ -51,22 +51,24 @@ class NumbaKernels(Kernels):
         return -1 if finite else reference.first_nonfinite(out)
 
     def accumulate_above(
-        self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
-    ) -> tuple[int, Tensor, Tensor]:
+        self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors, most: int
+    ) -> tuple[int, Noted]:
         if grad.dtype != out.dtype or not (grad.is_contiguous() and held.is_contiguous() and _can_stream(out)):
-            return REFERENCE.accumulate_above(grad, held, out, bounds, floors)
+            return REFERENCE.accumulate_above(grad, held, out, bounds, floors, most)
         _check_alike(grad, held, out)
         total, edges = out.numpy(), _edges(bounds, floors, len(out))
-        room = len(total) // LIKELY + WORD_BITS
+        room = min(most, len(total)) + 1 + WORD_BITS  # one more, so that too many show
         index, value = np.empty(room, np.int64), np.empty(room, total.dtype)
         _, keys, magnitude, _ = _ordered(total, reference.held_by(out.dtype, floors))
         sums = np.empty(CHUNK, total.dtype)
         where = (grad.numpy(), held.numpy(), total, sums, sums.view(keys.dtype), _lead(total))
         count = int(_add_seeing(*where, edges, keys, magnitude, index, value))
-        if count < len(index) - WORD_BITS and np.isfinite(value[:count]).all():
-            return -1, torch.from_numpy(index[:count]), torch.from_numpy(value[:count])
-        prefilter = self.at_least(out, bounds, floors)  # there may have been no room for all of them, or NaN among them
-        return reference.first_nonfinite(out), prefilter, out.index_select(0, prefilter)
+        if count > most:
+            return -1 if reference.is_finite(out) else reference.first_nonfinite(out), None
+        if np.isfinite(value[:count]).all():
+            return -1, (torch.from_numpy(index[:count]), torch.from_numpy(value[:count]))
+        found = self.at_least(out, bounds, floors)  # without the NaN among them
+        return reference.first_nonfinite(out), (found, out.index_select(0, found))
 
     def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
         array, edges = acc.numpy(), _edges(bounds, thresholds, len(acc))
@@ -301,7 +303,7 @@ _lowest_bit: Any = intrinsic(_trailing_zeros)
 def _add_seeing(grad, held, out, sums, bits, lead, edges, floors, magnitude, index, value):
     """Add; write the elements that reach their segment's floor, and NaN, into `index` and `value`; return the count.
 
-    A count of len(index) - WORD_BITS or more says that there was no room for all.
+    A count of len(index) - WORD_BITS or more says that there were as many or more.
     """
     count = np.uintp(0)
     width = STREAM_BYTES // sums.itemsize

@@ -14,6 +14,8 @@ from oktopk.errors import MalformedError
 
 Ends = Sequence[int] | NDArray[np.int64]
 Floors = Sequence[float] | NDArray[np.float64]
+Noted = tuple[Tensor, Tensor] | None
+"""Sorted indices and values of elements; None where they are too many to be of use."""
 
 NO_SCORE = "a score is NaN, so that there is no k-th largest"
 NOT_PACKABLE = "indices must be strictly increasing, and none negative, to be packed"
@@ -42,15 +44,16 @@ class Kernels:
         return -1 if is_finite(out) else first_nonfinite(out)
 
     def accumulate_above(
-        self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors
-    ) -> tuple[int, Tensor, Tensor]:
+        self, grad: Tensor, held: Tensor, out: Tensor, bounds: Ends, floors: Floors, most: int
+    ) -> tuple[int, Noted]:
         """Write held + grad into `out`; return as `accumulate`, and the indices and values where |out| >= the floor.
 
-        Segment s is out[bounds[s]:bounds[s + 1]] and has its own floor; there may be tens of thousands.
+        Segment s is out[bounds[s]:bounds[s + 1]] and has its own floor; there may be tens of thousands. Where more than
+        `most` elements reach their floors, None takes the place of all.
         """
         first_bad = self.accumulate(grad, held, out)
         index = self.at_least(out, bounds, floors)
-        return first_bad, index, out.index_select(0, index)
+        return first_bad, (index, out.index_select(0, index)) if len(index) <= most else None
 
     def at_least(self, acc: Tensor, bounds: Ends, thresholds: Floors) -> Tensor:
         """Return the sorted indices where |acc| >= the threshold of its segment.
