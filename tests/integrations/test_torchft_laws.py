@@ -379,6 +379,21 @@ def test_the_lost_mass_bounds_what_a_crash_takes():
     assert run.members[0].last.lost_mass is None
 
 
+def test_the_lost_mass_is_known_from_the_first_step_of_a_member_on():
+    run = Run([make_member() for _ in range(2)])
+    for _ in range(3):
+        assert all(run.step())
+    joiner = make_member()
+    heal(joiner, run.members[0])
+    run.members.append(joiner)
+    assert all(run.step())  # step 3
+    lost = joiner.residual["weight"].double() / 3
+    run.members.remove(joiner)
+    assert all(run.step())
+    run.check(lost)
+    assert run.members[0].last.lost_mass == pytest.approx(float(lost.norm()), rel=1e-5)
+
+
 def test_a_quorum_before_the_checkpoint_is_refused():
     run = Run([make_member(checkpoint_step=40)])
     with pytest.raises(StateError, match="step 0 or before, and the run has reached step 40"):

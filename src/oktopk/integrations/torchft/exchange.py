@@ -32,7 +32,8 @@ STATE_VERSION = 1
 GROUP_BYTES = 25 << 20
 """Bytes of a group, because DDP's buckets have as many."""
 NORM_EVERY = 10
-"""Steps from one norm of the residual to the next, because each takes a pass over all elements."""
+"""Steps from one norm of the residual to the next, because each takes a pass over all elements. The first step among
+new members has one, too, so that each member's is known."""
 
 State = dict[str, Any]
 
@@ -72,6 +73,7 @@ class Exchange:
         self.summary, self.sinks = Summary(), Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))
         self.size = 0  # of the members, as the residuals are scaled
         self.wants_flush = False  # whether this member asks for a dense step
+        self._is_new = True  # whether no step has been committed among these members
         self._lost_mass: float | None = None
         self._steps: HostSteps | None = None
         self._ended_s: float | None = None
@@ -100,7 +102,7 @@ class Exchange:
         factor = meeting.comm.size / self.size if self.size else 1.0
         for group, has_residual in zip(self.groups, meeting.has_residual, strict=True):
             group.change_members_(factor, has_residual)
-        self.size, self._steps = meeting.comm.size, HostSteps(meeting.comm, self._agree)
+        self.size, self._steps, self._is_new = meeting.comm.size, HostSteps(meeting.comm, self._agree), True
         self._comm, self._lost_mass = meeting.comm, _sum(self._lost_mass, meeting.lost_mass)
         step, lost = self.members.step, "" if meeting.lost_mass is None else f", lost mass {meeting.lost_mass:.3g}"
         message = f"{meeting.comm.size} members, this one number {meeting.comm.rank}{lost}"
@@ -188,10 +190,11 @@ class Exchange:
     def _agree(self, error: NonFiniteError | None) -> NonFiniteError | None:
         """Vote on the step, which all members made with this error or all with none."""
         self._voted = True
-        norm = self._coming_norm(error) if self.members.step % NORM_EVERY == 0 else math.nan
+        is_due = self._is_new or self.members.step % NORM_EVERY == 0
+        norm = self._coming_norm(error) if is_due else math.nan
         if not self.members.vote(Ballot(norm, self.wants_flush, self._figures)):
             raise PeerError("the step is not committed: a member of the quorum did not make it")
-        self.wants_flush = False
+        self.wants_flush = self._is_new = False
         return error
 
     def _coming_norm(self, error: NonFiniteError | None) -> float:
