@@ -4,8 +4,9 @@
     python -m benchmarks.plan --cells c.jsonl --predict            # predict the measured cells once more
 
 For each P each model is profiled on P hosts of an unlimited network. From that profile alone the steps on all links are
-predicted. They are measured as `oktopk bench step` does. A verdict is right if predicted and measured steps agree on
-whether a method is faster than dense; if they differ, `loss` is the part of a step that the wrong choice costs.
+predicted. They are measured as `oktopk bench step` does. The verdict is the plan's: a method pays if it gains at least
+`LEAST_GAIN`, else dense is as good. It is right if such a method is faster than dense when measured, and if another one
+gains less than that. If it is wrong, `loss` is the part of a step that the choice costs.
 A cell is one model on one network. `--cells` adds each to a file as soon as it is measured.
 """
 
@@ -33,6 +34,7 @@ from oktopk.plan.measure import profile_of, time_rank
 from oktopk.plan.methods import BF16, DENSE, Method
 from oktopk.plan.model import predict_step
 from oktopk.plan.topology import flat
+from oktopk.plan.verdict import LEAST_GAIN
 
 DEFAULT = "dense,bf16,powersgd-1,topka,oktopk-default"
 DENSITY = 0.01
@@ -144,11 +146,11 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if row["method"] in (DENSE, BOUND.method) or not dense:
             continue
         rival = dense[_place(row)]
-        right = (row["predicted_s"] < rival["predicted_s"]) == (row["measured_s"] < rival["measured_s"])
+        predicted, measured = (rival[name] / row[name] for name in ("predicted_s", "measured_s"))
+        right = measured > 1 if predicted >= LEAST_GAIN else measured < LEAST_GAIN
         verdicts.append(right)
         if not right:
-            both = row["measured_s"], rival["measured_s"]
-            losses.append(max(both) / min(both) - 1)
+            losses.append(max(measured, 1 / measured) - 1)
     return {
         "median_error": median(errors),
         "worst_error": max(errors),

@@ -127,6 +127,20 @@ def test_published_setups_are_within_the_errors_that_the_page_states(capsys: pyt
     assert times["OkTopkPaper"] == 1 < times["GTopk"] < times["Dense"] < times["TopkA"]
 
 
+@pytest.mark.parametrize(("predicted", "measured", "loss"), [
+    (1.2, 1.1, 0.0), (1.2, 0.8, 0.25), (1.04, 0.9, 0.0), (1.04, 1.04, 0.0), (1.04, 1.5, 0.5),
+])  # fmt: skip
+def test_a_verdict_is_right_if_the_method_that_pays_is_faster(predicted: float, measured: float, loss: float) -> None:
+    place = {"model": "wide", "ranks": 2, "mbit": 100.0}
+    rows = [
+        {**place, "method": method, "predicted_s": 1 / gain, "measured_s": 1 / truth, "error": 0.0}
+        for method, gain, truth in (("dense", 1.0, 1.0), ("oktopk-default", predicted, measured))
+    ]
+    found = plan.summary_of(rows)
+    assert found["verdicts_right"] == (loss == 0)
+    assert found["worst_loss"] == pytest.approx(loss)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(240)

@@ -16,7 +16,7 @@ LEAST_GAIN = 1.05
 """Least gain worth a change of a script."""
 
 MODEL_ERROR = 0.15
-"""Part by which predicted and measured steps may differ: the median is 7 %, one in five is more (docs/plan.md)."""
+"""Part by which predicted and measured steps may differ: the median is 5 %, one in twelve is more (docs/plan.md)."""
 
 SLOWEST_MBIT, FASTEST_MBIT = 1.0, 1e6
 
