@@ -94,6 +94,7 @@ def look_around() -> dict[str, Any]:
         return {"round_trip_s": min(seconds), "outside": outside.connect_ex(("192.0.2.1", 9))}
 
 
+@pytest.mark.slow
 @needs_a_lab
 def test_a_round_trip_takes_twice_the_delay_and_nothing_outside_can_be_reached() -> None:
     ranks = run_processes(look_around, 2, delay_ms=40)

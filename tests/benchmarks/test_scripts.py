@@ -16,6 +16,7 @@ def check_json(result: dict[str, Any], file: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result == json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_volume_is_as_predicted_and_grows_with_the_ranks_for_topka_alone(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "volume.json"
     result = volume.main(["--numel", "20000", "--ranks", "4", "--ranks", "16", "--steps", "6", "--json", str(file)])

@@ -154,6 +154,7 @@ def test_after_detach_all_ranks_train_alike_with_one_optimizer_state():
     check_same_weights(script.model.module)
 
 
+@pytest.mark.slow  # waits for the groups' timeout
 @on_ranks(2)
 def test_a_rank_that_fails_detaches_without_the_others():
     script = Script().train(0, 5)
