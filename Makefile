@@ -48,7 +48,7 @@ format: .venv/ready  ## make the format what check wants
 
 # Two runs of equal seed and data, shorter than the recipe's, so that both fit into three minutes on two cores.
 train: DEMO := $(shell date +runs/demo-%Y%m%d-%H%M%S)
-train: .venv/ready  ## three minutes: speech made offline, and a small net that learns it on two workers, dense and with Ok-Topk
+train: .venv/ready  ## two minutes: speech made offline, and a small net that learns it on two workers, dense and with Ok-Topk
 	$(BIN)/oktopk train --max-epochs 10 --compressor dense --runs $(DEMO) --name dense
 	$(BIN)/oktopk train --max-epochs 10 --runs $(DEMO) --name oktopk
 	$(BIN)/oktopk report $(DEMO)/dense $(DEMO)/oktopk --text > $(DEMO)/report.txt

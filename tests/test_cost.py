@@ -59,7 +59,8 @@ def test_a_step_stays_in_its_band_where(algorithm: Any, size: int, gradient: Any
     assert all(words <= most for words, most in on_threads(size, job))
 
 
-@pytest.mark.parametrize("kind", ["heavy tails", pytest.param("drifting", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["heavy tails", "drifting"])
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 8))])
 def test_paper_sends_6k_words_in_the_median_of_a_stationary_run(size: int, kind: str) -> None:
     """6k(P-1)/P, and on top of it what does not depend on k: a verdict, two sizes, and two headers for each peer."""

@@ -133,6 +133,7 @@ def test_all_ranks_of_a_job_come_to_one_port_and_jobs_to_their_own(nodefile):
     assert set(others) <= set(PORTS)
 
 
+@pytest.mark.slow
 def test_a_script_around_a_worker_does_not_lead_it_elsewhere(tmp_path):
     """MPICH names no job: all ranks of a host share the process that started them, above any script."""
     proxy = tmp_path / "hydra_pmi_proxy"
@@ -207,6 +208,7 @@ def test_jobs_that_come_to_one_port_do_not_meet():
         replace(first, job="another")._store(timeout)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_or_has_left_is_named():
     (first, second), timeout = stores(timeout_s=30)
     alone = HashStore()

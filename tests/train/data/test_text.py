@@ -90,6 +90,7 @@ def test_one_file_is_split_and_faults_are_named(tmp_path):
         read_text(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_default_is_python_itself():
     names = {path.name for path in standard_library()}
     assert {"argparse.py", "decoder.py"} <= names
