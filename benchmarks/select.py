@@ -40,7 +40,7 @@ from oktopk.codec import Codec
 from oktopk.cuda.graphs import Graphs
 from oktopk.cuda.packing import Packing
 from oktopk.cuda.reference import Found, room_for
-from oktopk.feedback import Residual
+from oktopk.feedback import FEW, Residual
 from oktopk.kernels import REFERENCE, kernels_for
 from oktopk.partition import even_cuts
 from oktopk.selection import num_selected
@@ -154,8 +154,8 @@ def time_on_cpu(numel: int, density: float, threads: int, rounds: int) -> dict[s
     kernels = kernels_for(acc)
     work = {
         "triad": lambda: torch.add(grad, held, alpha=2.0, out=acc),
-        "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors, numel),
-        "reference": lambda: REFERENCE.accumulate_above(grad, held, acc, bounds, floors, numel),
+        "fused": lambda: kernels.accumulate_above(grad, held, acc, bounds, floors, numel // FEW),
+        "reference": lambda: REFERENCE.accumulate_above(grad, held, acc, bounds, floors, numel // FEW),
     }
     samples: dict[str, list[float]] = {name: [] for name in work}
     with torch_threads(threads):

@@ -18,6 +18,7 @@ from oktopk.cuda.reference import Found, room_for
 from oktopk.cuda.step import supports_device_step
 from oktopk.doctor.here import LSTM_NUMEL, RESIDENT
 from oktopk.doctor.report import NOTE, OK, Finding
+from oktopk.feedback import FEW
 from oktopk.kernels import kernels_for
 
 ROUNDS, LIMIT_S = 9, 0.4
@@ -58,7 +59,7 @@ def _pass_of(grad: Tensor, residual: Tensor, acc: Tensor, density: float) -> Cal
         step_offset = torch.zeros(1, dtype=torch.int32, device=device)
         return lambda: fast.accumulate_compact(grad, residual, acc, threshold, step_offset, found)
     kernels, floors = kernels_for(acc), threshold.tolist()
-    return lambda: kernels.accumulate_above(grad, residual, acc, [0, numel], floors, numel)
+    return lambda: kernels.accumulate_above(grad, residual, acc, [0, numel], floors, numel // FEW)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
