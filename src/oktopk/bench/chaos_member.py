@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from oktopk import OkTopk
 from oktopk.bench.netlab import Host
+from oktopk.comm.agree import digest_of
 from oktopk.errors import OktopkError
 from oktopk.integrations.torchft import Member, attach
 from oktopk.integrations.torchft.start import Lighthouse, Patience, make_manager
@@ -77,7 +77,7 @@ def _train(host: Host, lighthouse: Host, number: int, settings: dict[str, Any], 
         if not member.step():
             log.write(event="uncommitted", step=step)
             continue
-        log.write(event="commit", step=step + 1, size=member.size, digest=digest_of(net), started=started)
+        log.write(event="commit", step=step + 1, size=member.size, digest=digest_of(net.parameters()), started=started)
         if member.rank == 0 and (step + 1) % EVAL_EVERY == 0:
             with torch.no_grad():
                 loss = float(nn.functional.cross_entropy(net(task.inputs), task.targets))
@@ -122,12 +122,6 @@ class Task:
 def make_net() -> nn.Module:
     """Return the net that learns the task."""
     return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
-
-
-def digest_of(net: nn.Module) -> str:
-    """Return some digits that differ where a bit of the weights does."""
-    parts = [parameter.detach().numpy().tobytes() for parameter in net.parameters()]
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _write_errors_to(path: Path) -> None:

@@ -1,14 +1,19 @@
 """Agreement: all ranks are about to do the same, or all are told in which setting they differ."""
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from oktopk.comm.base import Comm
 from oktopk.errors import MalformedError, MismatchError
+
+START = "the weights that they start from"
+"""Name of the setting that holds their digest."""
 
 MOST_BYTES = 1 << 24
 """Maximum length of a rank's settings, because room is made for what a rank announces."""
@@ -50,3 +55,11 @@ def _difference(first: Any, other: Any) -> tuple[Any, Any]:
     if isinstance(first, list) and isinstance(other, list):
         return next(pair for pair in zip_longest(first, other, fillvalue="nothing there") if pair[0] != pair[1])
     return first, other
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return 16 hexadecimal digits that differ where a bit of the tensors does."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -11,7 +11,6 @@ A worker may be several ranks: FSDP's exchange their shards, DDP's a part of the
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from torch.optim import SGD, Optimizer
 from oktopk.algorithms import Algorithm, Dense
 from oktopk.algorithms.base import describe
 from oktopk.comm import Comm, MeteredComm, ProcessGroupComm
+from oktopk.comm.agree import START, digest_of
 from oktopk.cuda.events import record_event, wait_event
 from oktopk.ddp.engine import Bucket, DDPConfig, Engine
 from oktopk.ddp.exclude import Exclusion, rules_for
@@ -381,10 +381,7 @@ class _LocalEngine(Engine):
         return list(self.fragments[self.next_step % len(self.fragments)])
 
     def _shared(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for tensor in self.parameters.values():
-            digest.update(tensor.cpu().numpy().tobytes())
-        return {**super()._shared(), "the weights that they start from": digest.hexdigest()[:16]}
+        return {**super()._shared(), START: digest_of(self.parameters.values())}
 
 
 @dataclass

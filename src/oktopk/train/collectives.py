@@ -1,6 +1,5 @@
 """Actions of all workers together: hold the same weights, fail together, gather their figures."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oktopk.comm.agree import digest_of
 from oktopk.errors import MismatchError, OktopkError, PeerError
 
 T = TypeVar("T")
@@ -47,10 +47,7 @@ def gather_objects(mine: T) -> list[T]:
 
 def check_same_weights(model: nn.Module, step: int) -> str:
     """Return 16 hexadecimal digits of the weights' digest; raise on every rank if the ranks differ in a single bit."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    digests = gather_objects(digest.hexdigest()[:16])
+    digests = gather_objects(digest_of(model.parameters()))
     differing = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if differing:
         raise MismatchError(f"step {step}: the weights of ranks {differing} are not those of rank 0")

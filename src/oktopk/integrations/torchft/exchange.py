@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 import oktopk
 from oktopk.algorithms import ALGORITHMS
 from oktopk.comm import Comm
+from oktopk.comm.agree import digest_of
 from oktopk.ddp.engine import DDPConfig
 from oktopk.ddp.exclude import excluded
 from oktopk.errors import NonFiniteError, PeerError, StateError
@@ -67,7 +67,7 @@ class Exchange:
         self._save, self._load = save, load
         self.members = Members(
             manager, self.settings, self._has_residual, timeout, checkpoint_step, make_comm=make_comm,
-            start=lambda: _digest_of(self.vectors.values()),
+            start=lambda: digest_of(self.vectors.values()),
         )  # fmt: skip
         self.last: StepRecord | None = None
         self.summary, self.sinks = Summary(), Sinks(sinks, min(SINK_PATIENCE_S, timeout / 2))
@@ -217,13 +217,6 @@ class Exchange:
         self._ended_s, self._lost_mass = now_s, None
         self.summary.add_(self.last)
         self.sinks.write(self.last)
-
-
-def _digest_of(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 
 from oktopk.comm import Comm, MeteredComm
-from oktopk.comm.agree import first_difference, gather_settings
+from oktopk.comm.agree import START, first_difference, gather_settings
 from oktopk.errors import MismatchError, OktopkError, PeerError, SettingError, StateError
 from oktopk.integrations.torchft.comm import GroupComm
-
-START = "the weights that they start from"
 
 
 @dataclass(frozen=True)
